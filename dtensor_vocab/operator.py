@@ -1,0 +1,98 @@
+"""Declares the package's custom operators: the kernel, its placements, its place in autograd.
+
+An operator works on local tensors. What it means on DTensors is said by a *signature*, a string
+such as ``"logits, rows, start -> stats"`` that names the role of each tensor argument and
+output. Each mesh dim places the roles together:
+
+================  ===================  ======================  =============================
+role              tensor               mesh dim that shards V  mesh dim that shards dim ``d``
+================  ===================  ======================  =============================
+``logits``        ``[*, V]``           ``Shard(-1)``           ``Shard(d)``
+``rows``          ``[*]``, ``[*, K]``  ``Replicate()``         ``Shard(d)``
+``stats``         ``[shards, *, S]``   ``Shard(0)``            ``Shard(d + 1)``
+``gathered``      ``[shards, *, S]``   ``Replicate()``         ``Shard(d + 1)``
+``start``         ``[shards]``         ``Shard(0)``            ``Replicate()``
+================  ===================  ======================  =============================
+
+A mesh dim that shards nothing holds all of them as ``Replicate()``. An argument that is placed
+otherwise is redistributed on the way in. In a call of this package that is one step: from
+``stats`` to ``gathered``, an all-gather over the vocabulary's mesh dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from dtensor_vocab._private import DTensorSpec, register_placements
+
+__all__ = ["operator"]
+
+VOCAB = -1
+"""Stands for the vocabulary where a mesh dim is said to shard dim ``d`` of the logits."""
+
+
+def operator(signature: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+    """Registers a function as ``torch.ops.dtensor_vocab.<name>``, placed as ``signature`` says.
+
+    The outputs are constants to autograd: gradients are the public functions' affair.
+    """
+    inputs, outputs = (side.strip().split(", ") for side in signature.split("->"))
+
+    def placements(
+        specs: Sequence[DTensorSpec | None],
+    ) -> tuple[list[tuple[Placement, ...] | None], list[tuple[Placement, ...]]]:
+        given = list(zip(inputs, specs, strict=True))
+        dims, ndim = next(
+            _sharded_dims(role, spec)
+            for role, spec in given
+            if role in ("logits", "stats", "gathered") and spec is not None
+        )
+        wanted = [
+            None if spec is None else tuple(_placement(role, dim, spec.ndim) for dim in dims)
+            for role, spec in given
+        ]
+        return wanted, [tuple(_placement(role, dim, ndim) for dim in dims) for role in outputs]
+
+    def register(fn: Callable[..., Any]) -> torch.library.CustomOpDef:
+        op = torch.library.custom_op(f"dtensor_vocab::{fn.__name__}", fn, mutates_args=())
+        op.register_autograd(_no_backward, setup_context=_mark_constant)
+        register_placements(op._opoverload, placements)
+        return op
+
+    return register
+
+
+def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
+    """For each mesh dim the dim of the logits that it shards, or None; the logits' ``ndim``."""
+    shift = 0 if role == "logits" else 1
+    ndim = spec.ndim - shift
+    vocab = ndim - 1 if role == "logits" else -1
+    dims = [p.dim - shift if type(p) is Shard else None for p in spec.placements]
+    return [VOCAB if dim == vocab else dim for dim in dims], ndim
+
+
+def _placement(role: str, dim: int | None, ndim: int) -> Placement:
+    """Where a mesh dim that shards ``dim`` of the logits has a tensor of this role."""
+    if dim is None:
+        return Replicate()
+    if role == "logits":
+        return Shard(ndim - 1 if dim == VOCAB else dim)
+    if role in ("stats", "gathered"):
+        return Shard(dim + 1) if role == "stats" or dim != VOCAB else Replicate()
+    if role == "start":
+        return Shard(0) if dim == VOCAB else Replicate()
+    # Among the rows, a 0-d tensor is one value for all of them.
+    return Replicate() if dim == VOCAB or ndim == 0 else Shard(dim)
+
+
+def _mark_constant(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+
+
+def _no_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("dtensor_vocab: the operators have no gradients, the public functions do")

@@ -1,0 +1,1 @@
+"""One file an op: formula, operators with fakes and placements, gradient, public function."""

@@ -1,0 +1,113 @@
+"""The rules of a row, for every op alike: precision, padding, whose id it is, what is a fault.
+
+Pure functions to be used inside kernels. ``x`` is ``[rows, V_local]``, ``index`` ``[rows, K]``
+with ids of the whole vocabulary, ``start`` (0-d) the first column of the shard.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "check",
+    "counted",
+    "coverage",
+    "fault",
+    "local_ids",
+    "math_dtype",
+    "pick",
+    "prepare",
+    "rebase",
+]
+
+BAD_ID, BAD_LAYOUT = 1, 2
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that results for logits of ``dtype`` are computed and returned in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def prepare(x: Tensor, temperature: Tensor | None, start: Tensor, vocab_size: int | None) -> Tensor:
+    """The logits that the softmax is taken of: scaled, and -inf from ``vocab_size`` on."""
+    x = x.to(math_dtype(x.dtype))
+    if temperature is not None:
+        x = x / temperature.to(x.dtype)
+    if vocab_size is not None:
+        column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+        x = torch.where(column < vocab_size - start, x, -torch.inf)
+    return x
+
+
+def rebase(x: Tensor, maximum: Tensor) -> Tensor:
+    """``x - maximum`` where nothing (-inf) less nothing is nothing, not NaN."""
+    return x - torch.where(maximum == -torch.inf, 0, maximum)
+
+
+def counted(index: Tensor, ignore_index: int | None) -> Tensor:
+    """Which ids are not to be ignored."""
+    return torch.ones_like(index, dtype=torch.bool) if ignore_index is None else index != ignore_index
+
+
+def local_ids(index: Tensor, start: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Ids as columns of the shard, clamped into it, and which of them the shard owns."""
+    local = index.long() - start
+    owned = (local >= 0) & (local < columns)
+    return local.clamp(0, max(columns - 1, 0)), owned
+
+
+def pick(x: Tensor, index: Tensor, start: Tensor, columns: int) -> Tensor:
+    """``x[index]`` where the shard owns the id, else 0: the shards' picks add up."""
+    local, owned = local_ids(index, start, columns)
+    return torch.where(owned, x.gather(-1, local), 0)
+
+
+def coverage(
+    x: Tensor,
+    start: Tensor,
+    columns: int,
+    vocab: int,
+    shard_size: int,
+    index: Tensor | None,
+    vocab_size: int,
+    ignore_index: int | None,
+) -> Tensor:
+    """One number a row that proves, merged, that the row is sound.
+
+    It is the number of columns of the whole vocabulary, as this shard knows it: shards that
+    agree on it, and have the size that it gives them, cover the vocabulary exactly once. It is
+    NaN where the size is another, and -inf where an id of the row is out of range.
+    """
+    expected = (vocab - start).clamp(0, shard_size)
+    number = torch.where(expected == columns, vocab, torch.nan).to(x.dtype).expand(x.shape[:-1])
+    if index is None:
+        return number
+    in_range = (index >= 0) & (index < vocab_size)
+    bad = counted(index, ignore_index) & ~in_range
+    return torch.where(bad.any(-1), -torch.inf, number)
+
+
+def fault(covered: Tensor) -> Tensor:
+    """What is wrong with each row, from the coverage ``[rows, shards]`` that the shards gave."""
+    layout = torch.where((covered != covered[..., :1]).any(-1), BAD_LAYOUT, 0)
+    return torch.where((covered == -torch.inf).any(-1), BAD_ID, layout).to(torch.int8)
+
+
+def check(function: str, faults: Tensor, vocab_size: int, ignore_index: int | None) -> None:
+    """Raises, on the device and without waiting for it, where a row is at fault.
+
+    Reads what the collective carried, so that all ranks raise alike.
+    """
+    ignored = "" if ignore_index is None else f" or equal to ignore_index={ignore_index}"
+    torch._assert_async(
+        (faults != BAD_ID).all(),
+        f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, "
+        "got one outside of it on at least one rank",
+    )
+    torch._assert_async(
+        (faults != BAD_LAYOUT).all(),
+        f"{function}: expected every rank to hold its torch.chunk share of the same number of "
+        "columns, got shards that do not fit together; give DTensor.from_local the global "
+        "shape= and stride= where shards are uneven",
+    )
