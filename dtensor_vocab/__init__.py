@@ -1,5 +1,8 @@
-"""Per-token ops on logits that stay sharded over the vocabulary as DTensors."""
+"""Per-token ops on logits that stay sharded over the vocabulary as PyTorch DTensors."""
 
+from dtensor_vocab.ops.entropy import entropy
+from dtensor_vocab.ops.kl_div import kl_div
 from dtensor_vocab.ops.logprobs import logprobs
+from dtensor_vocab.ops.logprobs_and_entropy import logprobs_and_entropy
 
-__all__ = ["logprobs"]
+__all__ = ["entropy", "kl_div", "logprobs", "logprobs_and_entropy"]

@@ -20,7 +20,6 @@ __all__ = [
     "CompileError",
     "DTensorSpec",
     "compile_is_disabled",
-    "functorch_is_active",
     "register_placements",
 ]
 
@@ -66,11 +65,6 @@ def register_placements(op: torch._ops.OpOverload, rule: PlacementRule) -> None:
     # Whatever is no tensor can change the output's shape, so all of it is part of the cache key.
     info = RuntimeSchemaInfo(is_tensor.index(False) if False in is_tensor else len(is_tensor))
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategy, info)
-
-
-def functorch_is_active() -> bool:
-    """Whether a ``torch.func`` transform (``grad``, ``vmap``, ...) is running."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def compile_is_disabled() -> bool:

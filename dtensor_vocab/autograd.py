@@ -1,57 +1,64 @@
-"""What the ops' ``autograd.Function``s share: saving, ``vmap``, and the limit at one backward."""
+"""What the ops' ``autograd.Function``s share."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-__all__ = ["PerToken", "differentiable_once"]
+__all__ = ["PerToken", "differentiable_once", "received"]
 
 
 class PerToken(torch.autograd.Function):
-    """Base of functions of per-token tensors that return ``(output, statistics to save)``.
+    """Base of functions of per-token tensors that return ``(*results, statistics to save)``."""
 
-    Only the first output carries a gradient. ``save`` is for ``setup_context``.
-    """
+    generate_vmap_rule = True
 
     def __init_subclass__(cls) -> None:
-        cls.vmap = staticmethod(lambda info, in_dims, *args: _vmap(cls, info, in_dims, args))
+        # `apply` asks for the signature at every call
+        cls.forward.__signature__ = inspect.signature(cls.forward)
 
     @staticmethod
-    def save(ctx: Any, outputs: tuple[Tensor, ...], *tensors: Tensor | None) -> None:
-        ctx.save_for_backward(*tensors, outputs[1])
-        ctx.mark_non_differentiable(outputs[1])
+    def save(ctx: Any, outputs: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
+        """For ``setup_context``: what backward reads."""
+        ctx.save_for_backward(*inputs, outputs[-1])
+        ctx.mark_non_differentiable(outputs[-1])
         ctx.set_materialize_grads(False)
 
 
-def _vmap(cls: type[PerToken], info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> Any:
-    """The batch is one more leading dim, which the functions have any number of."""
-    names = inspect.signature(cls.forward).parameters
-    lead = next(a.dim() - (d is not None) for a, d in zip(args, in_dims, strict=True)) - 1
+def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a ``backward`` whose gradients raise where they are differentiated again.
 
-    def batched(name: str, arg: Any, dim: int | None) -> Any:
-        if not isinstance(arg, Tensor) or name == "vocab_start":
-            return arg
-        if dim is None:
-            return arg.expand(info.batch_size, *arg.shape) if arg.dim() else arg
-        arg = arg.movedim(dim, 0)
-        if name == "temperature" and arg.dim() == 1 and lead:  # one temperature for all rows
-            rows = args[0].movedim(in_dims[0], 0).shape[1:-1] if in_dims[0] is not None else args[0].shape[:-1]
-            arg = arg.view(-1, *[1] * lead).expand(-1, *rows)
-        return arg
+    Without it a gradient penalty, say, would silently get no gradient.
+    """
 
-    outputs = cls.apply(*map(batched, names, args, in_dims))
-    return outputs, (0,) * len(outputs)
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *grads: Tensor | None) -> Any:
+            with torch.no_grad():
+                gradients = backward(ctx, *grads)
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return gradients
+            sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+            return tuple(g if g is None else _Once.apply(name, g, *sources) for g in gradients)
+
+        return once
+
+    return decorate
 
 
 class _Once(torch.autograd.Function):
-    """The identity on a gradient; an error for whoever differentiates through it."""
+    """The identity, an error backward."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(name: str, gradient: Tensor, *depends_on: Tensor) -> Tensor:
+    def forward(name: str, gradient: Tensor, *sources: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -59,13 +66,16 @@ class _Once(torch.autograd.Function):
         ctx.name = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"{ctx.name}: expected one backward, got a second through its gradient, "
-                           "which is not differentiable")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.name}: expected to be differentiated once, got a second backward through its "
+            "gradient, which has none"
+        )
 
 
-def differentiable_once(name: str, gradient: Tensor, *depends_on: Tensor) -> Tensor:
-    """``gradient`` with an error in place of its own gradient (never a silent zero)."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return gradient
-    return _Once.apply(name, gradient, *depends_on)
+def received(grad: Tensor | None, logits: Tensor) -> Tensor | None:
+    """The gradient that came for one of several results, or None.
+
+    In compiled code, a result that is not used brings a plain tensor where its own are DTensors.
+    """
+    return grad if isinstance(grad, DTensor) == isinstance(logits, DTensor) else None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dtensor_vocab._private import CompileError, compile_is_disabled
 
-__all__ = ["as_rows", "kernel", "per_row", "stats_per_row"]
+__all__ = ["Rows", "kernel", "stats_per_row"]
 
 BLOCK_ELEMENTS = 1 << 18
 """How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
@@ -53,25 +53,23 @@ def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def as_rows(logits: Tensor) -> Tensor:
-    """``logits [*, V]`` as ``[rows, V]`` where the strides allow it: never a copy."""
-    if logits.dim() == 2:
-        return logits
-    try:
-        return logits.view(-1, logits.shape[-1])
-    except RuntimeError:  # e.g. [B, S + 1, V][:, :-1], which kernels take as it is
-        return logits
+class Rows:
+    """Tensors ``[*, V]`` as ``[rows, V]`` where all of their strides allow it: never a copy."""
 
+    def __init__(self, *logits: Tensor) -> None:
+        self.ndim = logits[0].dim()
+        try:
+            self.logits = tuple(x if self.ndim == 2 else x.view(-1, x.shape[-1]) for x in logits)
+        except RuntimeError:  # e.g. [B, S + 1, V][:, :-1], which kernels take as it is
+            self.logits = logits
+        self.shape = self.logits[0].shape[:-1]
 
-def per_row(values: Tensor | None, logits: Tensor) -> Tensor | None:
-    """``values [*]`` or ``[*, K]`` with the rows of ``as_rows(logits)``: ``[rows, K]``.
-
-    One value for all rows (0-d) stays one.
-    """
-    if values is None or (values.dim() == 0 and logits.dim() > 1):
-        return values
-    k = values.shape[-1] if values.dim() == logits.dim() else 1
-    return values.reshape(*as_rows(logits).shape[:-1], k)
+    def __call__(self, values: Tensor | None) -> Tensor | None:
+        """``values [*]`` or ``[*, K]`` as ``[rows, K]``; one value for all rows (0-d) stays one."""
+        if values is None or (values.dim() == 0 and self.ndim > 1):
+            return values
+        k = values.shape[-1] if values.dim() == self.ndim else 1
+        return values.reshape(*self.shape, k)
 
 
 def stats_per_row(stats: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ otherwise is redistributed on the way in. In a call of this package that is one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -39,7 +41,8 @@ VOCAB = -1
 def operator(signature: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
     """Registers a function as ``torch.ops.dtensor_vocab.<name>``, placed as ``signature`` says.
 
-    The outputs are constants to autograd: gradients are the public functions' affair.
+    The outputs are constants to autograd: gradients are the public functions' affair. Under
+    ``torch.vmap``, the batch is one more leading dim of the logits.
     """
     inputs, outputs = (side.strip().split(", ") for side in signature.split("->"))
 
@@ -61,6 +64,7 @@ def operator(signature: str) -> Callable[[Callable[..., Any]], torch.library.Cus
     def register(fn: Callable[..., Any]) -> torch.library.CustomOpDef:
         op = torch.library.custom_op(f"dtensor_vocab::{fn.__name__}", fn, mutates_args=())
         op.register_autograd(_no_backward, setup_context=_mark_constant)
+        op.register_vmap(functools.partial(_vmap, op, inputs, outputs))
         register_placements(op._opoverload, placements)
         return op
 
@@ -96,3 +100,40 @@ def _mark_constant(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _no_backward(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("dtensor_vocab: the operators have no gradients, the public functions do")
+
+
+def _vmap(
+    op: torch.library.CustomOpDef,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    *args: Any,
+) -> tuple[Any, Any]:
+    is_tensor = ["Tensor" in str(argument.type) for argument in op._opoverload._schema.arguments]
+    roles = iter(inputs)
+    batched: list[Any] = []
+    rows: tuple[int, ...] = ()
+    for arg, dim, wanted in zip(args, in_dims, is_tensor, strict=True):
+        role = next(roles) if wanted else None
+        if not isinstance(arg, Tensor) or role == "start":
+            batched.append(arg)
+            continue
+        batch_dim = _batch_dim(role)
+        if dim is not None:
+            arg = arg.movedim(dim, batch_dim)
+        elif arg.dim() > 0:
+            arg = arg.unsqueeze(batch_dim)
+            arg = arg.expand(*arg.shape[:batch_dim], info.batch_size, *arg.shape[batch_dim + 1 :])
+        if role == "logits":
+            rows = arg.shape[1:-1]
+        elif role == "rows" and dim is not None and arg.dim() == 1 < len(rows) + 1:
+            arg = arg.view(-1, *[1] * len(rows)).expand(-1, *rows)  # one value for an example
+        batched.append(arg)
+    results = op(*batched)
+    out_dims = tuple(map(_batch_dim, outputs))
+    return results, out_dims if len(out_dims) > 1 else out_dims[0]
+
+
+def _batch_dim(role: str | None) -> int:
+    return 1 if role in ("stats", "gathered") else 0

@@ -24,14 +24,21 @@ __all__ = [
 BAD_ID, BAD_LAYOUT = 1, 2
 
 
-def math_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that results for logits of ``dtype`` are computed and returned in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def math_dtype(*logits: Tensor) -> torch.dtype:
+    """The dtype that results for these logits are computed and returned in."""
+    double = any(x.dtype == torch.float64 for x in logits)
+    return torch.float64 if double else torch.float32
 
 
-def prepare(x: Tensor, temperature: Tensor | None, start: Tensor, vocab_size: int | None) -> Tensor:
+def prepare(
+    x: Tensor,
+    temperature: Tensor | None,
+    start: Tensor,
+    vocab_size: int | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The logits that the softmax is taken of: scaled, and -inf from ``vocab_size`` on."""
-    x = x.to(math_dtype(x.dtype))
+    x = x.to(dtype or math_dtype(x))
     if temperature is not None:
         x = x / temperature.to(x.dtype)
     if vocab_size is not None:
@@ -47,7 +54,9 @@ def rebase(x: Tensor, maximum: Tensor) -> Tensor:
 
 def counted(index: Tensor, ignore_index: int | None) -> Tensor:
     """Which ids are not to be ignored."""
-    return torch.ones_like(index, dtype=torch.bool) if ignore_index is None else index != ignore_index
+    return (
+        torch.ones_like(index, dtype=torch.bool) if ignore_index is None else index != ignore_index
+    )
 
 
 def local_ids(index: Tensor, start: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -94,20 +103,24 @@ def fault(covered: Tensor) -> Tensor:
     return torch.where((covered == -torch.inf).any(-1), BAD_ID, layout).to(torch.int8)
 
 
-def check(function: str, faults: Tensor, vocab_size: int, ignore_index: int | None) -> None:
+def check(
+    function: str, faults: Tensor, vocab_size: int | None = None, ignore_index: int | None = None
+) -> None:
     """Raises, on the device and without waiting for it, where a row is at fault.
 
-    Reads what the collective carried, so that all ranks raise alike.
+    ``faults [rows]`` comes from what the collective carried, so all ranks raise alike.
+    ``vocab_size`` is for ops that take ids.
     """
-    ignored = "" if ignore_index is None else f" or equal to ignore_index={ignore_index}"
-    torch._assert_async(
-        (faults != BAD_ID).all(),
-        f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, "
-        "got one outside of it on at least one rank",
-    )
+    if vocab_size is not None:
+        ignored = "" if ignore_index is None else f" or id == ignore_index ({ignore_index})"
+        torch._assert_async(
+            (faults != BAD_ID).all(),
+            f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, got one out of "
+            "range on at least one rank",
+        )
     torch._assert_async(
         (faults != BAD_LAYOUT).all(),
-        f"{function}: expected every rank to hold its torch.chunk share of the same number of "
-        "columns, got shards that do not fit together; give DTensor.from_local the global "
-        "shape= and stride= where shards are uneven",
+        f"{function}: expected each rank to hold the torch.chunk share of one number of columns, "
+        "got shards that do not fit together; where they are uneven, DTensor.from_local needs the "
+        "global shape= and stride=",
     )

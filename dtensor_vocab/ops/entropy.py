@@ -1,0 +1,119 @@
+"""``entropy``: H = -Σ p_v log p_v = log S - W / S of the softmax.
+
+dH/dx_v = -p_v (log p_v + H)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.inputs import check_logits, check_temperature
+from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.operator import operator
+from dtensor_vocab.rows import check
+from dtensor_vocab.softmax import empty_grad, merge_softmax, softmax_grad, softmax_stats
+
+__all__ = ["entropy"]
+
+
+@operator("gathered -> rows, rows")
+def entropy_merge(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """``stats [shards, *, S]`` to H ``[*]`` and (M, log S, H) ``[*, 3]``."""
+    value, saved, faults = _merge(stats_per_row(stats))
+    check("entropy", faults)
+    rows = stats.shape[1:-1]
+    return value.view(rows), saved.view(*rows, 3)
+
+
+@entropy_merge.register_fake
+def _(stats):
+    rows = stats.shape[1:-1]
+    return stats.new_empty(rows), stats.new_empty((*rows, 3))
+
+
+@kernel
+def _merge(stats):
+    softmax = merge_softmax(stats, weighted=True)
+    saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
+    return softmax.entropy, saved, softmax.fault
+
+
+@operator("rows, rows, logits, rows, start -> logits")
+def entropy_backward(
+    grad: Tensor,
+    saved: Tensor,
+    logits: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+) -> Tensor:
+    """The gradient of ``logits [*, V_local]`` for ``grad [*]``."""
+    if logits.numel() == 0:
+        return empty_grad(logits)
+    rows = Rows(logits)
+    return _grad(
+        *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], vocab_size
+    ).view(logits.shape)
+
+
+@entropy_backward.register_fake
+def _(grad, saved, logits, *_):
+    return empty_grad(logits)
+
+
+@kernel
+def _grad(logits, grad, saved, temperature, start, vocab_size):
+    a, b = entropy_slopes(grad.squeeze(-1), saved[..., 2])
+    return softmax_grad(logits, saved, temperature, start, vocab_size, a=a, b=b)
+
+
+def entropy_slopes(grad: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """The coefficients a and b; 0 without an upstream gradient, even if the entropy is NaN."""
+    return torch.where(grad == 0, 0, -grad * entropy), -grad
+
+
+class _Entropy(PerToken):
+    @staticmethod
+    def forward(logits, temperature, vocab_start, vocab, shard_size, vocab_size):
+        stats = softmax_stats(
+            logits,
+            None,
+            temperature,
+            vocab_start,
+            vocab,
+            shard_size,
+            vocab_size,
+            None,
+            True,
+            False,
+        )
+        return entropy_merge(stats)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        logits, temperature, vocab_start, vocab, _, vocab_size = inputs
+        ctx.vocab_size = vocab_size if vocab_size < vocab else None
+        PerToken.save(ctx, outputs, logits, temperature, vocab_start)
+
+    @staticmethod
+    @differentiable_once("entropy")
+    def backward(ctx, grad, _):
+        logits, temperature, vocab_start, saved = ctx.saved_tensors
+        grad_logits = entropy_backward(
+            grad, saved, logits, temperature, vocab_start, ctx.vocab_size
+        )
+        return grad_logits, *[None] * 5
+
+
+def entropy(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """todo"""
+    vocabulary = check_logits("entropy", logits, vocab_size)
+    temperature = check_temperature("entropy", temperature, logits)
+    return _Entropy.apply(logits, temperature, *vocabulary)[0]

@@ -1,0 +1,227 @@
+"""``kl_div``: KL(A || B) = Σ p_A (log p_A - log p_B), forward (A the teacher) or reverse.
+
+With m and s of both and the cross term c = Σ e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B)) of each
+shard r, and with M, S over the whole vocabulary,
+
+    KL = C / S_A - log S_A + log S_B,  C = Σ_r e^(m_Ar - M_A) (c_r + s_Ar ((m_Ar - M_A) - (m_Br - M_B)))
+
+    dKL/da_v = p_A (log p_A - log p_B - KL),  dKL/db_v = p_B - p_A
+
+c is +inf where A has mass on a token that B masks with -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.inputs import check_logits, check_pair, check_temperature
+from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.operator import operator
+from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare, rebase
+from dtensor_vocab.softmax import empty_grad
+
+__all__ = ["kl_div"]
+
+
+@operator("logits, logits, rows, start -> stats")
+def kl_div_stats(
+    a: Tensor,
+    b: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab: int,
+    shard_size: int,
+    vocab_size: int,
+) -> Tensor:
+    """Statistics ``[1, *, 6]`` of shards ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, c."""
+    stats = _new_stats(a, b, vocab_start)
+    columns = a.shape[-1]
+    if columns == 0:  # an empty shard reads as one column without mass
+        a, b = (x.new_full((*x.shape[:-1], 1), -torch.inf) for x in (a, b))
+    if a.numel() == 0:
+        return stats
+    rows = Rows(a, b)
+    shard = _shard_stats(
+        *rows.logits,
+        rows(temperature),
+        vocab_start[0],
+        columns,
+        vocab,
+        shard_size,
+        vocab_size,
+    )
+    return shard.view(stats.shape)
+
+
+@kl_div_stats.register_fake
+def _(a, b, temperature, vocab_start, *_):
+    return _new_stats(a, b, vocab_start)
+
+
+def _new_stats(a, b, vocab_start) -> Tensor:
+    return a.new_empty((vocab_start.shape[0], *a.shape[:-1], 6), dtype=math_dtype(a, b))
+
+
+@kernel
+def _shard_stats(a, b, temperature, start, columns, vocab, shard_size, vocab_size):
+    padding = vocab_size if vocab_size < vocab else None
+    dtype = math_dtype(a, b)
+    a = prepare(a, temperature, start, padding, dtype)
+    b = prepare(b, temperature, start, padding, dtype)
+    maximum_a, maximum_b = a.amax(-1), b.amax(-1)
+    a, b = rebase(a, maximum_a.unsqueeze(-1)), rebase(b, maximum_b.unsqueeze(-1))
+    mass = a.exp()
+    cross = torch.where(b == -torch.inf, torch.inf, mass * (a - b))
+    cross = torch.where(a == -torch.inf, 0, cross).sum(-1)
+    sound = coverage(a, start, columns, vocab, shard_size, None, vocab_size, None)
+    return torch.stack([maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1), cross], -1)
+
+
+@operator("gathered -> rows, rows")
+def kl_div_merge(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
+    value, saved, faults = _merge(stats_per_row(stats))
+    check("kl_div", faults)
+    rows = stats.shape[1:-1]
+    return value.view(rows), saved.view(*rows, 5)
+
+
+@kl_div_merge.register_fake
+def _(stats):
+    rows = stats.shape[1:-1]
+    return stats.new_empty(rows), stats.new_empty((*rows, 5))
+
+
+@kernel
+def _merge(stats):
+    m_a, s_a, sound, m_b, s_b, c = stats.unbind(-1)
+    maximum_a, maximum_b = m_a.amax(-1), m_b.amax(-1)
+    shift_a = rebase(m_a, maximum_a.unsqueeze(-1))  # -inf for a shard without mass
+    shift_b = rebase(m_b, maximum_b.unsqueeze(-1))
+    scale = shift_a.exp()
+    total = (scale * s_a).sum(-1)
+    log_sum_a, log_sum_b = total.log(), (shift_b.exp() * s_b).sum(-1).log()
+    # "is infinite" does not pass through a product: the weight of the shard may be 0
+    cross = torch.where(c == torch.inf, c, scale * (c + s_a * (shift_a - shift_b)))
+    cross = torch.where(m_a == -torch.inf, 0, cross).sum(-1)
+    value = (cross / total - log_sum_a + log_sum_b).clamp_min(0)
+    saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
+    return value, saved, fault(sound)
+
+
+@operator("rows, rows, logits, logits, rows, start -> logits")
+def kl_div_backward(
+    grad: Tensor,
+    saved: Tensor,
+    a: Tensor,
+    b: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+    to_a: bool,
+) -> Tensor:
+    """The gradient of ``a [*, V_local]`` or of ``b``, for ``grad [*]``."""
+    if a.numel() == 0:
+        return empty_grad(a if to_a else b)
+    rows = Rows(a, b)
+    row_values = map(rows, (grad, saved, temperature))
+    return _grad(*rows.logits, *row_values, vocab_start[0], vocab_size, to_a).view(a.shape)
+
+
+@kl_div_backward.register_fake
+def _(grad, saved, a, b, temperature, vocab_start, vocab_size, to_a):
+    return empty_grad(a if to_a else b)
+
+
+@operator("rows, rows, logits, logits, rows, start -> logits, logits")
+def kl_div_backward_both(
+    grad: Tensor,
+    saved: Tensor,
+    a: Tensor,
+    b: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``a [*, V_local]`` and ``b``, for ``grad [*]``, in one pass."""
+    if a.numel() == 0:
+        return empty_grad(a), empty_grad(b)
+    rows = Rows(a, b)
+    row_values = map(rows, (grad, saved, temperature))
+    grads = _grad_both(*rows.logits, *row_values, vocab_start[0], vocab_size)
+    return grads[0].view(a.shape), grads[1].view(b.shape)
+
+
+@kl_div_backward_both.register_fake
+def _(grad, saved, a, b, *_):
+    return empty_grad(a), empty_grad(b)
+
+
+@kernel
+def _grad(a, b, grad, saved, temperature, start, vocab_size, to_a):
+    return _grads(a, b, grad, saved, temperature, start, vocab_size)[0 if to_a else 1]
+
+
+@kernel
+def _grad_both(a, b, grad, saved, temperature, start, vocab_size):
+    return _grads(a, b, grad, saved, temperature, start, vocab_size)
+
+
+def _grads(a, b, grad, saved, temperature, start, vocab_size) -> tuple[Tensor, Tensor]:
+    maximum_a, log_sum_a, maximum_b, log_sum_b, value = saved.split(1, dim=-1)
+    live = (grad != 0) & (value != torch.inf)
+    live = live & (maximum_a != -torch.inf) & (maximum_b != -torch.inf)
+    dtype = math_dtype(a, b)
+    log_p_a = (prepare(a, temperature, start, vocab_size, dtype) - maximum_a) - log_sum_a
+    log_p_b = (prepare(b, temperature, start, vocab_size, dtype) - maximum_b) - log_sum_b
+    p_a = log_p_a.exp()
+    to_a = torch.where(log_p_a == -torch.inf, 0, grad * p_a * (log_p_a - log_p_b - value))
+    to_b = grad * (log_p_b.exp() - p_a)
+    if temperature is not None:
+        to_a, to_b = (gradient / temperature.to(dtype) for gradient in (to_a, to_b))
+    return torch.where(live, to_a, 0).to(a.dtype), torch.where(live, to_b, 0).to(b.dtype)
+
+
+class _KLDiv(PerToken):
+    @staticmethod
+    def forward(a, b, temperature, vocab_start, vocab, shard_size, vocab_size):
+        stats = kl_div_stats(a, b, temperature, vocab_start, vocab, shard_size, vocab_size)
+        return kl_div_merge(stats)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        a, b, temperature, vocab_start, vocab, _, vocab_size = inputs
+        ctx.vocab_size = vocab_size if vocab_size < vocab else None
+        PerToken.save(ctx, outputs, a, b, temperature, vocab_start)
+
+    @staticmethod
+    @differentiable_once("kl_div")
+    def backward(ctx, grad, _):
+        a, b, temperature, vocab_start, saved = ctx.saved_tensors
+        args = grad, saved, a, b, temperature, vocab_start, ctx.vocab_size
+        to_a, to_b = ctx.needs_input_grad[:2]
+        if to_a and to_b:
+            grads = kl_div_backward_both(*args)
+        else:
+            one = kl_div_backward(*args, to_a)
+            grads = (one, None) if to_a else (None, one)
+        return *grads, *[None] * 5
+
+
+def kl_div(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    reverse: bool = False,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """todo"""
+    vocabulary = check_logits("kl_div", student, vocab_size, "student")
+    check_logits("kl_div", teacher, vocab_size, "teacher")
+    check_pair("kl_div", student, teacher)
+    temperature = check_temperature("kl_div", temperature, student)
+    a, b = (student, teacher) if reverse else (teacher, student)
+    return _KLDiv.apply(a, b, temperature, *vocabulary)[0]

@@ -1,0 +1,151 @@
+"""``logprobs_and_entropy``: both from one read of the logits, their gradients in one write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_vocab.autograd import PerToken, differentiable_once, received
+from dtensor_vocab.inputs import check_ids, check_ignore_index, check_logits, check_temperature
+from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.operator import operator
+from dtensor_vocab.ops.entropy import entropy_slopes
+from dtensor_vocab.rows import check, counted
+from dtensor_vocab.softmax import empty_grad, merge_softmax, softmax_grad, softmax_stats
+
+__all__ = ["logprobs_and_entropy"]
+
+
+@operator("gathered, rows -> rows, rows, rows")
+def logprobs_and_entropy_merge(
+    stats: Tensor, index: Tensor, vocab_size: int, ignore_index: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``stats [shards, *, S]`` to log p, shaped as ``index``, H and (M, log S, H) ``[*, 3]``."""
+    log_p, entropy, saved, faults = _merge(
+        stats_per_row(stats), Rows(stats[0])(index), ignore_index
+    )
+    check("logprobs_and_entropy", faults, vocab_size, ignore_index)
+    rows = stats.shape[1:-1]
+    return log_p.view(index.shape), entropy.view(rows), saved.view(*rows, 3)
+
+
+@logprobs_and_entropy_merge.register_fake
+def _(stats, index, vocab_size, ignore_index):
+    rows = stats.shape[1:-1]
+    return stats.new_empty(index.shape), stats.new_empty(rows), stats.new_empty((*rows, 3))
+
+
+@kernel
+def _merge(stats, index, ignore_index):
+    softmax = merge_softmax(stats, weighted=True)
+    saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
+    log_p = (softmax.picked - saved[..., :1]) - saved[..., 1:2]
+    log_p = torch.where(counted(index, ignore_index), log_p, 0)
+    return log_p, softmax.entropy, saved, softmax.fault
+
+
+@operator("rows, rows, rows, logits, rows, rows, start -> logits")
+def logprobs_and_entropy_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    saved: Tensor,
+    logits: Tensor,
+    index: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+    ignore_index: int | None,
+) -> Tensor:
+    """The gradient of ``logits [*, V_local]`` for those of both results; None is none."""
+    if logits.numel() == 0:
+        return empty_grad(logits)
+    rows = Rows(logits)
+    return _grad(
+        *rows.logits,
+        *map(rows, (grad_logprobs, grad_entropy, saved, index, temperature)),
+        vocab_start[0],
+        vocab_size,
+        ignore_index,
+    ).view(logits.shape)
+
+
+@logprobs_and_entropy_backward.register_fake
+def _(grad_logprobs, grad_entropy, saved, logits, *_):
+    return empty_grad(logits)
+
+
+@kernel
+def _grad(
+    logits, grad_logprobs, grad_entropy, saved, index, temperature, start, vocab_size, ignore_index
+):
+    a, b = torch.zeros_like(saved[..., 0]), None
+    if grad_entropy is not None:
+        a, b = entropy_slopes(grad_entropy.squeeze(-1), saved[..., 2])
+    if grad_logprobs is None:
+        return softmax_grad(logits, saved, temperature, start, vocab_size, a=a, b=b)
+    c = torch.where(counted(index, ignore_index), grad_logprobs, 0)
+    a = a - c.sum(-1)
+    return softmax_grad(logits, saved, temperature, start, vocab_size, a=a, b=b, index=index, c=c)
+
+
+class _LogprobsAndEntropy(PerToken):
+    @staticmethod
+    def forward(
+        logits, index, temperature, vocab_start, vocab, shard_size, vocab_size, ignore_index
+    ):
+        stats = softmax_stats(
+            logits,
+            index,
+            temperature,
+            vocab_start,
+            vocab,
+            shard_size,
+            vocab_size,
+            ignore_index,
+            True,
+            False,
+        )
+        return logprobs_and_entropy_merge(stats, index, vocab_size, ignore_index)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        logits, index, temperature, vocab_start, vocab, _, vocab_size, ctx.ignore_index = inputs
+        ctx.vocab_size = vocab_size if vocab_size < vocab else None
+        PerToken.save(ctx, outputs, logits, index, temperature, vocab_start)
+
+    @staticmethod
+    @differentiable_once("logprobs_and_entropy")
+    def backward(ctx, grad_logprobs, grad_entropy, _):
+        logits, index, temperature, vocab_start, saved = ctx.saved_tensors
+        grads = received(grad_logprobs, logits), received(grad_entropy, logits)
+        grad_logits = logprobs_and_entropy_backward(
+            *grads,
+            saved,
+            logits,
+            index,
+            temperature,
+            vocab_start,
+            ctx.vocab_size,
+            ctx.ignore_index,
+        )
+        return grad_logits, *[None] * 7
+
+
+def logprobs_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    *,
+    ignore_index: int | None = -100,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """todo"""
+    name = "logprobs_and_entropy"
+    vocabulary = check_logits(name, logits, vocab_size)
+    index = check_ids(name, index, logits)
+    check_ignore_index(name, ignore_index)
+    temperature = check_temperature(name, temperature, logits)
+    log_p, entropy, _ = _LogprobsAndEntropy.apply(
+        logits, index, temperature, *vocabulary, ignore_index
+    )
+    return log_p, entropy
