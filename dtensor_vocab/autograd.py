@@ -24,32 +24,30 @@ class PerToken(torch.autograd.Function):
         cls.forward.__signature__ = inspect.signature(cls.forward)
 
     @staticmethod
-    def save(ctx: Any, outputs: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
-        """For ``setup_context``: what backward reads."""
+    def save(ctx: Any, function: str, outputs: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
+        """For ``setup_context``: what backward reads, and whose it is."""
+        ctx.function = function
         ctx.save_for_backward(*inputs, outputs[-1])
         ctx.mark_non_differentiable(outputs[-1])
         ctx.set_materialize_grads(False)
 
 
-def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a ``backward`` whose gradients raise where they are differentiated again.
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the gradients of a ``backward`` raise where they are differentiated again.
 
     Without it a gradient penalty, say, would silently get no gradient.
     """
 
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
-        def once(ctx: Any, *grads: Tensor | None) -> Any:
-            with torch.no_grad():
-                gradients = backward(ctx, *grads)
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return gradients
-            sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
-            return tuple(g if g is None else _Once.apply(name, g, *sources) for g in gradients)
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            gradients = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return gradients
+        sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+        return tuple(g if g is None else _Once.apply(ctx.function, g, *sources) for g in gradients)
 
-        return once
-
-    return decorate
+    return once
 
 
 class _Once(torch.autograd.Function):

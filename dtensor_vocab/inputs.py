@@ -109,27 +109,30 @@ def _shards_vocab(placement: Shard, logits: Tensor) -> bool:
 
 def check_pair(function: str, student: Tensor, teacher: Tensor) -> None:
     """Checks that two logits, each sound alone, have the same rows and columns everywhere."""
-    facts = [("shape", tuple(student.shape), tuple(teacher.shape))]
-    facts += [("device", student.device, teacher.device)]
-    facts += [
-        ("kind", *("DTensor" if isinstance(x, DTensor) else "Tensor" for x in (student, teacher)))
+    facts: list[tuple[str, Any, Any]] = [
+        ("shape", tuple(student.shape), tuple(teacher.shape)),
+        ("device", student.device, teacher.device),
+        ("kind (DTensor or not)", isinstance(student, DTensor), isinstance(teacher, DTensor)),
     ]
     if isinstance(student, DTensor) and isinstance(teacher, DTensor):
-        facts += [("mesh", student.device_mesh, teacher.device_mesh)]
-        facts += [("placements", tuple(student.placements), tuple(teacher.placements))]
+        facts.append(("mesh", student.device_mesh, teacher.device_mesh))
+        facts.append(("placements", tuple(student.placements), tuple(teacher.placements)))
     for fact, mine, other in facts:
         if mine != other:
             raise ValueError(
-                f"{function}: expected student and teacher of the same {fact}, got {mine} and {other}"
+                f"{function}: expected student and teacher of the same {fact}, "
+                f"got {mine} and {other}"
             )
 
 
-def check_ids(function: str, index: Tensor, logits: Tensor, name: str = "index") -> Tensor:
-    """Checks ids ``[*]`` or ``[*, K]``; returns them as a DTensor where the logits are one."""
+def check_ids(
+    function: str, index: Tensor, logits: Tensor, name: str = "index", k_axis: bool = True
+) -> Tensor:
+    """Checks ids ``[*]``, with ``k_axis`` also ``[*, K]``; a DTensor where the logits are one."""
     _check_tensor(function, index, name)
     if index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{function}: expected {name} of dtype int32 or int64, got {index.dtype}")
-    return check_row_values(function, index, logits, name, k_axis=True)
+    return check_row_values(function, index, logits, name, k_axis)
 
 
 def check_ignore_index(function: str, ignore_index: int | None) -> None:

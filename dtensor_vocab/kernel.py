@@ -85,7 +85,9 @@ def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:
         _warn_eager("torch.compile is disabled")
         return functools.partial(_in_blocks, fn)
     # Dynamo counts recompilations by code object and gives up after a few: one for each variant.
-    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__)
+    copy = types.FunctionType(
+        fn.__code__.replace(), fn.__globals__, fn.__name__, None, fn.__closure__
+    )
     return torch.compile(copy, dynamic=True, fullgraph=True)
 
 

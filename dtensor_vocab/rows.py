@@ -115,8 +115,8 @@ def check(
         ignored = "" if ignore_index is None else f" or id == ignore_index ({ignore_index})"
         torch._assert_async(
             (faults != BAD_ID).all(),
-            f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, got one out of "
-            "range on at least one rank",
+            f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, "
+            "got one out of range on at least one rank",
         )
     torch._assert_async(
         (faults != BAD_LAYOUT).all(),

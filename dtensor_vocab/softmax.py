@@ -7,7 +7,8 @@ Over its own columns, a shard computes for each row, in one read of the logits x
 and where asked for w = Σ e^(x_v - m) (x_v - m) and t = Σ (x_v - m) over its n columns. With
 M = max m_r over the shards r, the whole vocabulary has
 
-    S = Σ_r s_r e^(m_r - M),  W = Σ_r e^(m_r - M) (w_r + s_r (m_r - M)),  T = Σ_r t_r + n_r (m_r - M)
+    S = Σ_r s_r e^(m_r - M),  W = Σ_r e^(m_r - M) (w_r + s_r (m_r - M)),
+    T = Σ_r t_r + n_r (m_r - M)
 
 so that log p_v = (x_v - M) - log S, the entropy is log S - W / S and the mean of log p_v over the
 vocabulary is T / Σ n_r - log S. M and log S are kept apart: their sum would lose the digits of
@@ -21,7 +22,8 @@ A function of these statistics has a gradient of one form, made in one read and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +40,14 @@ from dtensor_vocab.rows import (
     rebase,
 )
 
-__all__ = ["Softmax", "empty_grad", "merge_softmax", "softmax_grad", "softmax_stats"]
+__all__ = [
+    "Coefficients",
+    "Softmax",
+    "SoftmaxGradient",
+    "empty_grad",
+    "merge_softmax",
+    "softmax_stats",
+]
 
 
 # ---- statistics of a shard
@@ -165,62 +174,116 @@ def merge_softmax(stats: Tensor, weighted: bool = False, summed: bool = False) -
 # ---- gradient
 
 
-def softmax_grad(
-    logits: Tensor,
-    saved: Tensor,
-    temperature: Tensor | None,
-    start: Tensor,
-    vocab_size: int | None,
-    *,
-    a: Tensor,
-    b: Tensor | None = None,
-    u: Tensor | None = None,
-    index: Tensor | None = None,
-    c: Tensor | None = None,
-    a_at_index: Tensor | None = None,
-) -> Tensor:
-    """``p_v (a + b log p_v) + u + Σ_k c_k 1[v = index_k]`` in the logits' dtype; inside a kernel.
+class Coefficients(NamedTuple):
+    """What an op's gradient is made of: ``[rows, 1]`` each, ``c`` ``[rows, K]``."""
 
-    ``saved [rows, 2+]`` starts with M and log S; ``a``, ``b``, ``u`` and ``a_at_index`` (in place
-    of ``a`` for the columns in ``index``) are ``[rows]``, ``c`` is ``[rows, K]``. Rows that are
-    wholly -inf and rows whose coefficients are all 0 get 0, whatever they hold.
+    a: Tensor
+    b: Tensor | None = None
+    c: Tensor | None = None
+    u: Tensor | None = None
+    a_at_index: Tensor | None = None
+    """Stands for ``a`` in the columns that are in the index."""
+
+
+class SoftmaxGradient:
+    """``p_v (a + b log p_v) + u + Σ_k c_k 1[v = index_k]`` in one kernel: a read and a write.
+
+    ``coefficients(saved, index, *values)``, an op's part of it, runs inside of the kernel.
     """
-    maximum, log_sum = saved[..., :1], saved[..., 1:2]
-    live = a != 0
-    for coefficient in (b, u, a_at_index):
-        live = live if coefficient is None else live | (coefficient != 0)
-    live = live.unsqueeze(-1)
-    if c is not None:
-        live = live | (c != 0).any(-1, keepdim=True)
-    live = live & (maximum != -torch.inf)
 
-    def finish(x: Tensor, column: Tensor | None, slope: Tensor, extra: Tensor | None) -> Tensor:
-        log_p = (x - maximum) - log_sum
-        slope = slope.unsqueeze(-1)
-        slope = slope if b is None else slope + b.unsqueeze(-1) * log_p
-        gradient = torch.where(log_p == -torch.inf, 0, log_p.exp() * slope)
-        if u is not None:
-            uniform = u.unsqueeze(-1)
-            if vocab_size is not None:
-                uniform = torch.where(column < vocab_size - start, uniform, 0)
-            gradient = gradient + uniform
-        if extra is not None:
-            gradient = gradient + extra
-        if temperature is not None:
-            gradient = gradient / temperature.to(gradient.dtype)
-        return torch.where(live, gradient, 0).to(logits.dtype)
+    def __init__(self, coefficients: Callable[..., Coefficients]) -> None:
+        def whole(logits, saved, index, temperature, start, vocab_size, *values):
+            terms = coefficients(saved, index, *values)
+            args = terms, logits, saved, temperature, start, vocab_size
+            gradient = _at_columns(*args)
+            return gradient if index is None else gradient.scatter(-1, *_at_ids(index, *args))
 
+        def at_ids(logits, saved, index, temperature, start, vocab_size, *values):
+            terms = coefficients(saved, index, *values)
+            return _at_ids(index, terms, logits, saved, temperature, start, vocab_size)
+
+        def overwrite(logits, saved, index, temperature, start, vocab_size, *values):
+            terms = coefficients(saved, index, *values)
+            logits.copy_(_at_columns(terms, logits, saved, temperature, start, vocab_size))
+            return saved
+
+        self._whole, self._at_ids, self._overwrite = map(kernel, (whole, at_ids, overwrite))
+
+    def __call__(self, logits: Tensor, *args: Any) -> Tensor:
+        """The gradient of ``logits [*, V_local]``, contiguous, in their dtype.
+
+        ``args`` are ``saved [*, 2+]``, which starts with M and log S, ``index`` or None,
+        ``temperature`` or None, ``vocab_start [1]``, ``vocab_size`` or None where nothing is
+        padded, and the values that the coefficients take.
+        """
+        if logits.numel() == 0:
+            return empty_grad(logits)
+        return self._whole(*_by_rows(logits, *args)).view(logits.shape)
+
+    def overwrite(self, logits: Tensor, *args: Any) -> None:
+        """The same, in place of the logits."""
+        if logits.numel() == 0:
+            return
+        logits, saved, index, *rest = _by_rows(logits, *args)
+        entries = None if index is None else self._at_ids(logits, saved, index, *rest)
+        self._overwrite(logits, saved, index, *rest)
+        if entries is not None:
+            logits.scatter_(-1, *entries)
+
+
+def _by_rows(logits, saved, index, temperature, vocab_start, vocab_size, *values) -> list[Any]:
+    rows = Rows(logits)
+    by_rows = [rows(value) if isinstance(value, Tensor) else value for value in values]
+    args = rows(saved), rows(index), rows(temperature), vocab_start[0], vocab_size
+    return [*rows.logits, *args, *by_rows]
+
+
+def _at_columns(terms, logits, saved, temperature, start, vocab_size) -> Tensor:
     x = prepare(logits, temperature, start, vocab_size)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    gradient = finish(x, column, a, None)
-    if index is None or c is None:
+    gradient = _gradient(terms, terms.a, x, column, saved, start, vocab_size)
+    return _finish(terms, gradient, saved, temperature, logits.dtype)
+
+
+def _at_ids(index, terms, logits, saved, temperature, start, vocab_size) -> tuple[Tensor, Tensor]:
+    """The few entries in the columns of the ids, formed apart to overwrite what is there.
+
+    So nothing of the logits' size is made for them, they are rounded once, and equal ids agree.
+    An id of another shard stands for the column it is clamped to, without a c of its own.
+    """
+    local, owned = local_ids(index, start, logits.shape[-1])
+    x = prepare(logits, temperature, start, vocab_size).gather(-1, local)
+    slope = terms.a
+    if terms.a_at_index is not None:
+        slope = torch.where(_sum_equal(local, owned.to(x.dtype)) > 0, terms.a_at_index, slope)
+    gradient = _gradient(terms, slope, x, local, saved, start, vocab_size)
+    gradient = gradient + _sum_equal(local, torch.where(owned, terms.c, 0))
+    return local, _finish(terms, gradient, saved, temperature, logits.dtype)
+
+
+def _gradient(terms, slope, x, column, saved, start, vocab_size) -> Tensor:
+    """``p_v (a + b log p_v) + u``, 0 where p_v is exactly 0 and where u meets padding."""
+    log_p = (x - saved[..., :1]) - saved[..., 1:2]
+    if terms.b is not None:
+        slope = slope + terms.b * log_p
+    gradient = torch.where(log_p == -torch.inf, 0, log_p.exp() * slope)
+    if terms.u is None:
         return gradient
-    # The few entries at the ids are formed apart and overwritten: nothing of the logits' size is
-    # made for them, and they are rounded once. An id of another shard rewrites what is there.
-    local, owned = local_ids(index, start, x.shape[-1])
-    extra = _sum_equal(local, torch.where(owned, c, 0))
-    slope = a if a_at_index is None else a_at_index
-    return gradient.scatter(-1, local, finish(x.gather(-1, local), local, slope, extra))
+    if vocab_size is None:
+        return gradient + terms.u
+    return gradient + torch.where(column < vocab_size - start, terms.u, 0)
+
+
+def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:
+    """Scaled and rounded; 0 for rows that are wholly -inf or that nothing is asked of."""
+    live = terms.a != 0
+    for coefficient in (terms.b, terms.u, terms.a_at_index):
+        live = live if coefficient is None else live | (coefficient != 0)
+    if terms.c is not None:
+        live = live | (terms.c != 0).any(-1, keepdim=True)
+    if temperature is not None:
+        gradient = gradient / temperature.to(gradient.dtype)
+    return torch.where(live & (saved[..., :1] != -torch.inf), gradient, 0).to(dtype)
 
 
 def _sum_equal(keys: Tensor, values: Tensor) -> Tensor:

@@ -10,10 +10,16 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
 from dtensor_vocab.inputs import check_logits, check_temperature
-from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.kernel import kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check
-from dtensor_vocab.softmax import empty_grad, merge_softmax, softmax_grad, softmax_stats
+from dtensor_vocab.softmax import (
+    Coefficients,
+    SoftmaxGradient,
+    empty_grad,
+    merge_softmax,
+    softmax_stats,
+)
 
 __all__ = ["entropy"]
 
@@ -50,12 +56,7 @@ def entropy_backward(
     vocab_size: int | None,
 ) -> Tensor:
     """The gradient of ``logits [*, V_local]`` for ``grad [*]``."""
-    if logits.numel() == 0:
-        return empty_grad(logits)
-    rows = Rows(logits)
-    return _grad(
-        *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], vocab_size
-    ).view(logits.shape)
+    return _gradient(logits, saved, None, temperature, vocab_start, vocab_size, grad)
 
 
 @entropy_backward.register_fake
@@ -63,15 +64,14 @@ def _(grad, saved, logits, *_):
     return empty_grad(logits)
 
 
-@kernel
-def _grad(logits, grad, saved, temperature, start, vocab_size):
-    a, b = entropy_slopes(grad.squeeze(-1), saved[..., 2])
-    return softmax_grad(logits, saved, temperature, start, vocab_size, a=a, b=b)
+@SoftmaxGradient
+def _gradient(saved: Tensor, index: None, grad: Tensor) -> Coefficients:
+    return entropy_coefficients(grad, saved)
 
 
-def entropy_slopes(grad: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """The coefficients a and b; 0 without an upstream gradient, even if the entropy is NaN."""
-    return torch.where(grad == 0, 0, -grad * entropy), -grad
+def entropy_coefficients(grad: Tensor, saved: Tensor) -> Coefficients:
+    """a and b of H; both 0 without an upstream gradient, even if H is NaN."""
+    return Coefficients(a=torch.where(grad == 0, 0, -grad * saved[..., 2:3]), b=-grad)
 
 
 class _Entropy(PerToken):
@@ -95,10 +95,10 @@ class _Entropy(PerToken):
     def setup_context(ctx, inputs, outputs):
         logits, temperature, vocab_start, vocab, _, vocab_size = inputs
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, outputs, logits, temperature, vocab_start)
+        PerToken.save(ctx, "entropy", outputs, logits, temperature, vocab_start)
 
     @staticmethod
-    @differentiable_once("entropy")
+    @differentiable_once
     def backward(ctx, grad, _):
         logits, temperature, vocab_start, saved = ctx.saved_tensors
         grad_logits = entropy_backward(

@@ -3,7 +3,8 @@
 With m and s of both and the cross term c = Σ e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B)) of each
 shard r, and with M, S over the whole vocabulary,
 
-    KL = C / S_A - log S_A + log S_B,  C = Σ_r e^(m_Ar - M_A) (c_r + s_Ar ((m_Ar - M_A) - (m_Br - M_B)))
+    KL = C / S_A - log S_A + log S_B,
+    C = Σ_r e^(m_Ar - M_A) (c_r + s_Ar ((m_Ar - M_A) - (m_Br - M_B)))
 
     dKL/da_v = p_A (log p_A - log p_B - KL),  dKL/db_v = p_B - p_A
 
@@ -22,7 +23,7 @@ from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare, rebase
 from dtensor_vocab.softmax import empty_grad
 
-__all__ = ["kl_div"]
+__all__ = ["KLDiv", "kl_div", "kl_div_stats"]
 
 
 @operator("logits, logits, rows, start -> stats")
@@ -80,16 +81,16 @@ def _shard_stats(a, b, temperature, start, columns, vocab, shard_size, vocab_siz
 
 
 @operator("gathered -> rows, rows")
-def kl_div_merge(stats: Tensor) -> tuple[Tensor, Tensor]:
+def kl_div_merge(stats: Tensor, function: str) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
     value, saved, faults = _merge(stats_per_row(stats))
-    check("kl_div", faults)
+    check(function, faults)
     rows = stats.shape[1:-1]
     return value.view(rows), saved.view(*rows, 5)
 
 
 @kl_div_merge.register_fake
-def _(stats):
+def _(stats, function):
     rows = stats.shape[1:-1]
     return stats.new_empty(rows), stats.new_empty((*rows, 5))
 
@@ -184,20 +185,20 @@ def _grads(a, b, grad, saved, temperature, start, vocab_size) -> tuple[Tensor, T
     return torch.where(live, to_a, 0).to(a.dtype), torch.where(live, to_b, 0).to(b.dtype)
 
 
-class _KLDiv(PerToken):
+class KLDiv(PerToken):
     @staticmethod
-    def forward(a, b, temperature, vocab_start, vocab, shard_size, vocab_size):
+    def forward(a, b, temperature, vocab_start, vocab, shard_size, vocab_size, function):
         stats = kl_div_stats(a, b, temperature, vocab_start, vocab, shard_size, vocab_size)
-        return kl_div_merge(stats)
+        return kl_div_merge(stats, function)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        a, b, temperature, vocab_start, vocab, _, vocab_size = inputs
+        a, b, temperature, vocab_start, vocab, _, vocab_size, function = inputs
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, outputs, a, b, temperature, vocab_start)
+        PerToken.save(ctx, function, outputs, a, b, temperature, vocab_start)
 
     @staticmethod
-    @differentiable_once("kl_div")
+    @differentiable_once
     def backward(ctx, grad, _):
         a, b, temperature, vocab_start, saved = ctx.saved_tensors
         args = grad, saved, a, b, temperature, vocab_start, ctx.vocab_size
@@ -207,7 +208,7 @@ class _KLDiv(PerToken):
         else:
             one = kl_div_backward(*args, to_a)
             grads = (one, None) if to_a else (None, one)
-        return *grads, *[None] * 5
+        return *grads, *[None] * 6
 
 
 def kl_div(
@@ -224,4 +225,4 @@ def kl_div(
     check_pair("kl_div", student, teacher)
     temperature = check_temperature("kl_div", temperature, student)
     a, b = (student, teacher) if reverse else (teacher, student)
-    return _KLDiv.apply(a, b, temperature, *vocabulary)[0]
+    return KLDiv.apply(a, b, temperature, *vocabulary, "kl_div")[0]

@@ -13,7 +13,13 @@ from dtensor_vocab.inputs import check_ids, check_ignore_index, check_logits, ch
 from dtensor_vocab.kernel import Rows, kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, counted
-from dtensor_vocab.softmax import empty_grad, merge_softmax, softmax_grad, softmax_stats
+from dtensor_vocab.softmax import (
+    Coefficients,
+    SoftmaxGradient,
+    empty_grad,
+    merge_softmax,
+    softmax_stats,
+)
 
 __all__ = ["logprobs", "logprobs_backward"]
 
@@ -53,16 +59,7 @@ def logprobs_backward(
     ignore_index: int | None,
 ) -> Tensor:
     """The gradient of ``logits [*, V_local]`` for ``grad``, shaped as ``index``."""
-    if logits.numel() == 0:
-        return empty_grad(logits)
-    rows = Rows(logits)
-    return _grad(
-        *rows.logits,
-        *map(rows, (grad, saved, index, temperature)),
-        vocab_start[0],
-        vocab_size,
-        ignore_index,
-    ).view(logits.shape)
+    return _gradient(logits, saved, index, temperature, vocab_start, vocab_size, grad, ignore_index)
 
 
 @logprobs_backward.register_fake
@@ -70,12 +67,10 @@ def _(grad, saved, logits, *_):
     return empty_grad(logits)
 
 
-@kernel
-def _grad(logits, grad, saved, index, temperature, start, vocab_size, ignore_index):
+@SoftmaxGradient
+def _gradient(saved: Tensor, index: Tensor, grad: Tensor, ignore_index: int | None) -> Coefficients:
     grad = torch.where(counted(index, ignore_index), grad, 0)
-    return softmax_grad(
-        logits, saved, temperature, start, vocab_size, a=-grad.sum(-1), index=index, c=grad
-    )
+    return Coefficients(a=-grad.sum(-1, keepdim=True), c=grad)
 
 
 class _Logprobs(PerToken):
@@ -101,10 +96,10 @@ class _Logprobs(PerToken):
     def setup_context(ctx, inputs, outputs):
         logits, index, temperature, vocab_start, vocab, _, vocab_size, ctx.ignore_index = inputs
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, outputs, logits, index, temperature, vocab_start)
+        PerToken.save(ctx, "logprobs", outputs, logits, index, temperature, vocab_start)
 
     @staticmethod
-    @differentiable_once("logprobs")
+    @differentiable_once
     def backward(ctx, grad, _):
         logits, index, temperature, vocab_start, saved = ctx.saved_tensors
         grad_logits = logprobs_backward(

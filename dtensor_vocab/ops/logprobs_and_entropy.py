@@ -9,9 +9,15 @@ from dtensor_vocab.autograd import PerToken, differentiable_once, received
 from dtensor_vocab.inputs import check_ids, check_ignore_index, check_logits, check_temperature
 from dtensor_vocab.kernel import Rows, kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.ops.entropy import entropy_slopes
+from dtensor_vocab.ops.entropy import entropy_coefficients
 from dtensor_vocab.rows import check, counted
-from dtensor_vocab.softmax import empty_grad, merge_softmax, softmax_grad, softmax_stats
+from dtensor_vocab.softmax import (
+    Coefficients,
+    SoftmaxGradient,
+    empty_grad,
+    merge_softmax,
+    softmax_stats,
+)
 
 __all__ = ["logprobs_and_entropy"]
 
@@ -57,16 +63,8 @@ def logprobs_and_entropy_backward(
     ignore_index: int | None,
 ) -> Tensor:
     """The gradient of ``logits [*, V_local]`` for those of both results; None is none."""
-    if logits.numel() == 0:
-        return empty_grad(logits)
-    rows = Rows(logits)
-    return _grad(
-        *rows.logits,
-        *map(rows, (grad_logprobs, grad_entropy, saved, index, temperature)),
-        vocab_start[0],
-        vocab_size,
-        ignore_index,
-    ).view(logits.shape)
+    values = grad_logprobs, grad_entropy, ignore_index
+    return _gradient(logits, saved, index, temperature, vocab_start, vocab_size, *values)
 
 
 @logprobs_and_entropy_backward.register_fake
@@ -74,18 +72,24 @@ def _(grad_logprobs, grad_entropy, saved, logits, *_):
     return empty_grad(logits)
 
 
-@kernel
-def _grad(
-    logits, grad_logprobs, grad_entropy, saved, index, temperature, start, vocab_size, ignore_index
-):
-    a, b = torch.zeros_like(saved[..., 0]), None
+@SoftmaxGradient
+def _gradient(
+    saved: Tensor,
+    index: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    ignore_index: int | None,
+) -> Coefficients:
+    terms = Coefficients(
+        a=torch.zeros_like(saved[..., :1]), c=torch.zeros_like(index, dtype=saved.dtype)
+    )
     if grad_entropy is not None:
-        a, b = entropy_slopes(grad_entropy.squeeze(-1), saved[..., 2])
-    if grad_logprobs is None:
-        return softmax_grad(logits, saved, temperature, start, vocab_size, a=a, b=b)
-    c = torch.where(counted(index, ignore_index), grad_logprobs, 0)
-    a = a - c.sum(-1)
-    return softmax_grad(logits, saved, temperature, start, vocab_size, a=a, b=b, index=index, c=c)
+        a, b, *_ = entropy_coefficients(grad_entropy, saved)
+        terms = terms._replace(a=a, b=b)
+    if grad_logprobs is not None:
+        c = torch.where(counted(index, ignore_index), grad_logprobs, 0)
+        terms = terms._replace(a=terms.a - c.sum(-1, keepdim=True), c=c)
+    return terms
 
 
 class _LogprobsAndEntropy(PerToken):
@@ -111,10 +115,10 @@ class _LogprobsAndEntropy(PerToken):
     def setup_context(ctx, inputs, outputs):
         logits, index, temperature, vocab_start, vocab, _, vocab_size, ctx.ignore_index = inputs
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, outputs, logits, index, temperature, vocab_start)
+        PerToken.save(ctx, "logprobs_and_entropy", outputs, logits, index, temperature, vocab_start)
 
     @staticmethod
-    @differentiable_once("logprobs_and_entropy")
+    @differentiable_once
     def backward(ctx, grad_logprobs, grad_entropy, _):
         logits, index, temperature, vocab_start, saved = ctx.saved_tensors
         grads = received(grad_logprobs, logits), received(grad_entropy, logits)

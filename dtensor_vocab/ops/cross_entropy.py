@@ -1,0 +1,209 @@
+"""``cross_entropy``: with label smoothing ε over the n tokens of the vocabulary and z-loss ζ,
+
+loss = -(1 - ε) log p_y - ε/n Σ_v log p_v + ζ lse²,  lse = M + log S
+
+dloss/dx_v = p_v (1 + 2 ζ lse) - (1 - ε) 1[v = y] - ε/n
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.inputs import (
+    check_ids,
+    check_ignore_index,
+    check_logits,
+    check_temperature,
+)
+from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.operator import operator
+from dtensor_vocab.rows import check, counted
+from dtensor_vocab.softmax import (
+    Coefficients,
+    SoftmaxGradient,
+    empty_grad,
+    merge_softmax,
+    softmax_stats,
+)
+
+__all__ = ["cross_entropy"]
+
+
+@operator("gathered, rows -> rows, rows")
+def cross_entropy_merge(
+    stats: Tensor,
+    target: Tensor,
+    vocab_size: int,
+    ignore_index: int | None,
+    label_smoothing: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """``stats [shards, *, S]`` to the losses ``[*]`` and (M, log S) ``[*, 2]``."""
+    loss, saved, faults = _merge(
+        stats_per_row(stats), Rows(stats[0])(target), ignore_index, label_smoothing, z_loss
+    )
+    check("cross_entropy", faults, vocab_size, ignore_index)
+    return loss.view(target.shape), saved.view(*target.shape, 2)
+
+
+@cross_entropy_merge.register_fake
+def _(stats, target, *_):
+    return stats.new_empty(target.shape), stats.new_empty((*target.shape, 2))
+
+
+@kernel
+def _merge(stats, target, ignore_index, label_smoothing, z_loss):
+    softmax = merge_softmax(stats, summed=label_smoothing > 0)
+    log_p = (softmax.picked.squeeze(-1) - softmax.maximum) - softmax.log_sum
+    loss = -(1 - label_smoothing) * log_p
+    if label_smoothing > 0:
+        loss = loss - label_smoothing * softmax.mean_log_p
+    if z_loss > 0:
+        loss = loss + z_loss * (softmax.maximum + softmax.log_sum).square()
+    loss = torch.where(counted(target.squeeze(-1), ignore_index), loss, 0)
+    return loss, torch.stack([softmax.maximum, softmax.log_sum], -1), softmax.fault
+
+
+@operator("rows, rows, logits, rows, rows, start -> logits")
+def cross_entropy_backward(
+    grad: Tensor,
+    saved: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int,
+    padded: bool,
+    ignore_index: int | None,
+    label_smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    """The gradient of ``logits [*, V_local]`` for ``grad [*]``."""
+    padding = vocab_size if padded else None
+    values = grad, ignore_index, label_smoothing, z_loss, vocab_size
+    return _gradient(logits, saved, target, temperature, vocab_start, padding, *values)
+
+
+@cross_entropy_backward.register_fake
+def _(grad, saved, logits, *_):
+    return empty_grad(logits)
+
+
+@SoftmaxGradient
+def _gradient(
+    saved: Tensor,
+    target: Tensor,
+    grad: Tensor,
+    ignore_index: int | None,
+    label_smoothing: float,
+    z_loss: float,
+    vocab_size: int,
+) -> Coefficients:
+    grad = a = torch.where(counted(target, ignore_index), grad, 0)
+    if z_loss > 0:
+        lse = saved[..., :1] + saved[..., 1:]
+        a = torch.where(grad == 0, 0, grad * (1 + 2 * z_loss * lse))
+    u = -grad * (label_smoothing / vocab_size) if label_smoothing > 0 else None
+    return Coefficients(a=a, c=-(1 - label_smoothing) * grad, u=u)
+
+
+class _CrossEntropy(PerToken):
+    @staticmethod
+    def forward(
+        logits,
+        target,
+        temperature,
+        vocab_start,
+        vocab,
+        shard_size,
+        vocab_size,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+    ):
+        stats = softmax_stats(
+            logits,
+            target,
+            temperature,
+            vocab_start,
+            vocab,
+            shard_size,
+            vocab_size,
+            ignore_index,
+            False,
+            label_smoothing > 0,
+        )
+        return cross_entropy_merge(stats, target, vocab_size, ignore_index, label_smoothing, z_loss)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        logits, target, temperature, vocab_start, vocab, _, vocab_size, *options = inputs
+        ctx.options = (vocab_size, vocab_size < vocab, *options)
+        PerToken.save(ctx, "cross_entropy", outputs, logits, target, temperature, vocab_start)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad, _):
+        logits, target, temperature, vocab_start, saved = ctx.saved_tensors
+        args = logits, target, temperature, vocab_start, *ctx.options
+        return cross_entropy_backward(grad, saved, *args), *[None] * 9
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int | None = -100,
+    reduction: Literal["none", "sum", "mean"] = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """todo"""
+    name = "cross_entropy"
+    vocabulary = check_logits(name, logits, vocab_size)
+    target = check_ids(name, target, logits, "target", k_axis=False)
+    check_ignore_index(name, ignore_index)
+    temperature = check_temperature(name, temperature, logits)
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"{name}: expected reduction none, sum or mean, got {reduction!r}")
+    _check_weight("label_smoothing", label_smoothing, 1)
+    _check_weight("z_loss", z_loss, math.inf)
+    loss, _ = _CrossEntropy.apply(
+        logits,
+        target,
+        temperature,
+        *vocabulary,
+        ignore_index,
+        float(label_smoothing),
+        float(z_loss),
+    )
+    if reduction == "none":
+        return loss
+    total = _everywhere(loss.sum())
+    if reduction == "sum":
+        return total
+    valid = torch.ones_like(target) if ignore_index is None else target != ignore_index
+    return total / _everywhere(valid.sum()).clamp(min=1)
+
+
+def _everywhere(total: Tensor) -> Tensor:
+    """The sum over all shards of the rows, on every rank."""
+    if not isinstance(total, DTensor):
+        return total
+    return total.redistribute(placements=[Replicate()] * total.device_mesh.ndim)
+
+
+def _check_weight(name: str, value: float, most: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        got = type(value).__name__
+        raise TypeError(f"cross_entropy: expected {name} to be a float, got {got}")
+    if not 0 <= value <= most:
+        raise ValueError(f"cross_entropy: expected 0 <= {name} <= {most}, got {value}")

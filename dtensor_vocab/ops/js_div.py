@@ -1,0 +1,247 @@
+"""``js_div``: the generalised Jensen-Shannon divergence of student s and teacher t,
+
+    β KL(t || m) + (1 - β) KL(s || m),  m = β t + (1 - β) s
+
+    d/ds-logits = (1 - β) s (log s/m - KL(s || m)),  d/dt-logits = β t (log t/m - KL(t || m))
+
+The terms take both normalised over the whole vocabulary, so there are two collectives: of the
+softmax statistics and of the sums. (Agarwal et al., https://arxiv.org/abs/2306.13649, section 2.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.inputs import check_logits, check_pair, check_temperature
+from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.operator import operator
+from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
+from dtensor_vocab.rows import check, fault, math_dtype, prepare, rebase
+from dtensor_vocab.softmax import empty_grad
+
+__all__ = ["js_div"]
+
+
+@operator("gathered -> rows")
+def js_div_normalize(stats: Tensor) -> Tensor:
+    """``stats [shards, *, 6]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
+    norms, faults = _normalize(stats_per_row(stats))
+    check("js_div", faults)
+    return norms.view(*stats.shape[1:-1], 4)
+
+
+@js_div_normalize.register_fake
+def _(stats):
+    return stats.new_empty((*stats.shape[1:-1], 4))
+
+
+@kernel
+def _normalize(stats):
+    m_s, s_s, sound, m_t, s_t, _ = stats.unbind(-1)
+    norms = []
+    for m, s in ((m_s, s_s), (m_t, s_t)):
+        maximum = m.amax(-1)
+        norms += [maximum, (rebase(m, maximum.unsqueeze(-1)).exp() * s).sum(-1).log()]
+    return torch.stack(norms, -1), fault(sound)
+
+
+@operator("logits, logits, rows, rows, start -> stats")
+def js_div_stats(
+    student: Tensor,
+    teacher: Tensor,
+    norms: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+    beta: float,
+) -> Tensor:
+    """A shard's terms ``[1, *, 2]`` of KL(s || m) and KL(t || m)."""
+    stats = _new_stats(student, norms, vocab_start)
+    if student.numel() == 0:
+        return stats.zero_()
+    rows = Rows(student, teacher)
+    terms = _terms(*rows.logits, rows(norms), rows(temperature), vocab_start[0], vocab_size, beta)
+    return terms.view(stats.shape)
+
+
+@js_div_stats.register_fake
+def _(student, teacher, norms, temperature, vocab_start, *_):
+    return _new_stats(student, norms, vocab_start)
+
+
+def _new_stats(student, norms, vocab_start) -> Tensor:
+    return norms.new_empty((vocab_start.shape[0], *student.shape[:-1], 2))
+
+
+@kernel
+def _terms(student, teacher, norms, temperature, start, vocab_size, beta):
+    p_s, log_s, p_t, log_t = _ratios(student, teacher, norms, temperature, start, vocab_size, beta)
+    return torch.stack([(p_s * log_s).sum(-1), (p_t * log_t).sum(-1)], -1)
+
+
+def _ratios(student, teacher, norms, temperature, start, vocab_size, beta):
+    """s, log s/m, t, log t/m; a logarithm is 0 where its probability is.
+
+    Both come from |log s/t|, on the side of the larger one: exact where s = t, no overflow.
+    """
+    maximum_s, log_sum_s, maximum_t, log_sum_t = norms[..., :4].split(1, dim=-1)
+    dtype = math_dtype(student, teacher)
+    log_s = (prepare(student, temperature, start, vocab_size, dtype) - maximum_s) - log_sum_s
+    log_t = (prepare(teacher, temperature, start, vocab_size, dtype) - maximum_t) - log_sum_t
+    p_s, p_t = log_s.exp(), log_t.exp()
+    gap = log_s - log_t
+    weight = torch.where(gap >= 0, beta, 1 - beta)
+    larger = -torch.log1p(weight * ((-gap.abs()).exp() - 1))
+    log_s = torch.where(p_s == 0, 0, torch.where(gap >= 0, larger, larger + gap))
+    log_t = torch.where(p_t == 0, 0, torch.where(gap >= 0, larger - gap, larger))
+    return p_s, log_s, p_t, log_t
+
+
+@operator("gathered, rows -> rows, rows")
+def js_div_merge(stats: Tensor, norms: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """``stats [shards, *, 2]`` to the divergence ``[*]`` and (norms, both KL) ``[*, 6]``."""
+    value, saved = _merge(stats_per_row(stats), Rows(stats[0])(norms), beta)
+    rows = stats.shape[1:-1]
+    return value.view(rows), saved.view(*rows, 6)
+
+
+@js_div_merge.register_fake
+def _(stats, norms, beta):
+    rows = stats.shape[1:-1]
+    return stats.new_empty(rows), stats.new_empty((*rows, 6))
+
+
+@kernel
+def _merge(stats, norms, beta):
+    terms = stats.sum(-2)
+    saved = torch.cat([norms, terms], -1)
+    return (beta * terms[..., 1] + (1 - beta) * terms[..., 0]).clamp_min(0), saved
+
+
+@operator("rows, rows, logits, logits, rows, start -> logits")
+def js_div_backward(
+    grad: Tensor,
+    saved: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+    beta: float,
+    to_student: bool,
+) -> Tensor:
+    """The gradient of ``student [*, V_local]`` or of ``teacher``, for ``grad [*]``."""
+    wanted = student if to_student else teacher
+    if wanted.numel() == 0:
+        return empty_grad(wanted)
+    rows = Rows(student, teacher)
+    args = *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], vocab_size, beta
+    return _grad(*args, to_student).view(wanted.shape)
+
+
+@js_div_backward.register_fake
+def _(grad, saved, student, teacher, *options):
+    return empty_grad(student if options[-1] else teacher)
+
+
+@operator("rows, rows, logits, logits, rows, start -> logits, logits")
+def js_div_backward_both(
+    grad: Tensor,
+    saved: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+    beta: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``student [*, V_local]`` and ``teacher``, for ``grad [*]``."""
+    if student.numel() == 0:
+        return empty_grad(student), empty_grad(teacher)
+    rows = Rows(student, teacher)
+    args = *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], vocab_size, beta
+    to_student, to_teacher = _grad_both(*args)
+    return to_student.view(student.shape), to_teacher.view(teacher.shape)
+
+
+@js_div_backward_both.register_fake
+def _(grad, saved, student, teacher, *_):
+    return empty_grad(student), empty_grad(teacher)
+
+
+@kernel
+def _grad(student, teacher, grad, saved, temperature, start, vocab_size, beta, to_student):
+    args = student, teacher, grad, saved, temperature, start, vocab_size, beta
+    return _grads(*args)[0 if to_student else 1]
+
+
+@kernel
+def _grad_both(student, teacher, grad, saved, temperature, start, vocab_size, beta):
+    return _grads(student, teacher, grad, saved, temperature, start, vocab_size, beta)
+
+
+def _grads(student, teacher, grad, saved, temperature, start, vocab_size, beta):
+    p_s, log_s, p_t, log_t = _ratios(student, teacher, saved, temperature, start, vocab_size, beta)
+    to_s = (1 - beta) * grad * p_s * (log_s - saved[..., 4:5])
+    to_t = beta * grad * p_t * (log_t - saved[..., 5:6])
+    if temperature is not None:
+        to_s, to_t = (gradient / temperature.to(to_s.dtype) for gradient in (to_s, to_t))
+    live = (grad != 0) & (saved[..., :1] != -torch.inf) & (saved[..., 2:3] != -torch.inf)
+    return (
+        torch.where(live, to_s, 0).to(student.dtype),
+        torch.where(live, to_t, 0).to(teacher.dtype),
+    )
+
+
+class _JSDiv(PerToken):
+    @staticmethod
+    def forward(student, teacher, temperature, vocab_start, vocab, shard_size, vocab_size, beta):
+        stats = kl_div_stats(
+            student, teacher, temperature, vocab_start, vocab, shard_size, vocab_size
+        )
+        norms = js_div_normalize(stats)
+        padding = vocab_size if vocab_size < vocab else None
+        terms = js_div_stats(student, teacher, norms, temperature, vocab_start, padding, beta)
+        return js_div_merge(terms, norms, beta)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        student, teacher, temperature, vocab_start, vocab, _, vocab_size, ctx.beta = inputs
+        ctx.vocab_size = vocab_size if vocab_size < vocab else None
+        PerToken.save(ctx, "js_div", outputs, student, teacher, temperature, vocab_start)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad, _):
+        *inputs, saved = ctx.saved_tensors
+        args = grad, saved, *inputs, ctx.vocab_size, ctx.beta
+        to_student, to_teacher = ctx.needs_input_grad[:2]
+        if to_student and to_teacher:
+            return *js_div_backward_both(*args), *[None] * 6
+        one = js_div_backward(*args, to_student)
+        return one if to_student else None, None if to_student else one, *[None] * 6
+
+
+def js_div(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """todo"""
+    if not isinstance(beta, (int, float)) or isinstance(beta, bool):
+        raise TypeError(f"js_div: expected beta to be a float, got {type(beta).__name__}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"js_div: expected 0 <= beta <= 1, got {beta}")
+    vocabulary = check_logits("js_div", student, vocab_size, "student")
+    check_logits("js_div", teacher, vocab_size, "teacher")
+    check_pair("js_div", student, teacher)
+    temperature = check_temperature("js_div", temperature, student)
+    if beta in (0, 1):  # the limits of the family: KL(t || s) and KL(s || t)
+        a, b = (student, teacher) if beta == 1 else (teacher, student)
+        return KLDiv.apply(a, b, temperature, *vocabulary, "js_div")[0]
+    return _JSDiv.apply(student, teacher, temperature, *vocabulary, float(beta))[0]
