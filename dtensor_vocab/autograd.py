@@ -28,7 +28,9 @@ class PerToken(torch.autograd.Function):
         """For ``setup_context``: what backward reads, and whose it is."""
         ctx.function = function
         ctx.save_for_backward(*inputs, outputs[-1])
-        ctx.mark_non_differentiable(outputs[-1])
+        ctx.mark_non_differentiable(
+            outputs[-1], *(output for output in outputs if not output.is_floating_point())
+        )
         ctx.set_materialize_grads(False)
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "Vocabulary",
     "check_ids",
     "check_ignore_index",
+    "check_k",
     "check_logits",
     "check_pair",
     "check_row_values",
@@ -55,7 +56,7 @@ def check_logits(
     columns = logits.shape[-1]
     if vocab_size is None:
         vocab_size = columns
-    _check_int(function, vocab_size, "vocab_size")
+    _check_int(function, vocab_size, "vocab_size", "an int or None")
     if not 0 < vocab_size <= columns:
         raise ValueError(
             f"{function}: expected 0 < vocab_size <= {columns}, the columns of {name}, "
@@ -137,7 +138,15 @@ def check_ids(
 
 def check_ignore_index(function: str, ignore_index: int | None) -> None:
     if ignore_index is not None:
-        _check_int(function, ignore_index, "ignore_index")
+        _check_int(function, ignore_index, "ignore_index", "an int or None")
+
+
+def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
+    _check_int(function, k, "k")
+    if not 0 <= k <= vocabulary.size:
+        raise ValueError(
+            f"{function}: expected 0 <= k <= {vocabulary.size}, the size of the vocabulary, got {k}"
+        )
 
 
 def check_temperature(function: str, temperature: float | Tensor, logits: Tensor) -> Tensor | None:
@@ -216,7 +225,7 @@ def _check_tensor(function: str, value: Any, name: str) -> None:
         raise TypeError(f"{function}: expected {name} to be a Tensor or DTensor, got {got}")
 
 
-def _check_int(function: str, value: Any, name: str) -> None:
+def _check_int(function: str, value: Any, name: str, wanted: str = "an int") -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         got = type(value).__name__
-        raise TypeError(f"{function}: expected {name} to be an int or None, got {got}")
+        raise TypeError(f"{function}: expected {name} to be {wanted}, got {got}")

@@ -12,7 +12,7 @@ import math
 import os
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dtensor_vocab._private import CompileError, compile_is_disabled
 
-__all__ = ["Rows", "kernel", "stats_per_row"]
+__all__ = ["Rows", "blocks", "kernel", "stats_per_row"]
 
 BLOCK_ELEMENTS = 1 << 18
 """How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
@@ -76,6 +76,16 @@ def stats_per_row(stats: Tensor) -> Tensor:
     """``stats [shards, *, S]`` as ``[rows, shards, S]``."""
     rows = math.prod(stats.shape[1:-1])
     return stats.reshape(stats.shape[0], rows, stats.shape[-1]).transpose(0, 1)
+
+
+def blocks(x: Tensor) -> Iterator[slice]:
+    """Slices of the first dim of ``x [rows, ..., V]`` for steps that need a copy of their rows.
+
+    They are small, so that the copies are too: to stay in a CPU's cache, to fill a GPU.
+    """
+    elements = BLOCK_ELEMENTS if x.device.type == "cpu" else 128 * BLOCK_ELEMENTS
+    step = max(1, elements // max(1, x[0].numel()))
+    return (slice(first, first + step) for first in range(0, x.shape[0], step))
 
 
 def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,164 @@
+"""``topk_logprobs``: the K likeliest tokens of each row; ties go to the lower id.
+
+Each shard sends its own K candidates beside its softmax statistics. They travel and are ordered
+as logits, before temperature and normalisation could round two of them to one value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.inputs import check_k, check_logits, check_temperature
+from dtensor_vocab.kernel import Rows, blocks, kernel, stats_per_row
+from dtensor_vocab.operator import operator
+from dtensor_vocab.ops.logprobs import logprobs_backward
+from dtensor_vocab.rows import check
+from dtensor_vocab.softmax import merge_softmax, softmax_stats
+
+__all__ = ["topk_logprobs"]
+
+
+@operator("logits, rows, start -> stats")
+def topk_logprobs_stats(
+    logits: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab: int,
+    shard_size: int,
+    vocab_size: int,
+    k: int,
+) -> Tensor:
+    """``softmax_stats`` of a shard, its K largest logits and their ids: ``[1, *, 3 + 2 K]``."""
+    softmax = softmax_stats(
+        logits,
+        None,
+        temperature,
+        vocab_start,
+        vocab,
+        shard_size,
+        vocab_size,
+        None,
+        False,
+        False,
+    )
+    values = softmax.new_full((*logits.shape[:-1], k), -torch.inf)
+    ids = torch.full_like(values, vocab)  # after all real ones, also those that are -inf
+    if logits.numel() > 0 and k > 0:
+        rows = Rows(logits)
+        largest, columns = _largest(rows.logits[0], k, vocab_start, vocab_size)
+        found = largest.shape[-1]
+        values[..., :found] = largest.view(*logits.shape[:-1], found)
+        ids[..., :found] = (columns + vocab_start).view(*logits.shape[:-1], found)
+    return torch.cat([softmax, values.unsqueeze(0), ids.unsqueeze(0)], -1)
+
+
+@topk_logprobs_stats.register_fake
+def _(logits, temperature, vocab_start, vocab, shard_size, vocab_size, k):
+    softmax = softmax_stats(
+        logits,
+        None,
+        temperature,
+        vocab_start,
+        vocab,
+        shard_size,
+        vocab_size,
+        None,
+        False,
+        False,
+    )
+    return softmax.new_empty((*softmax.shape[:-1], 3 + 2 * k))
+
+
+def _largest(x: Tensor, k: int, start: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row and their columns, by value, then by column."""
+    n = x.shape[-1]
+    column = torch.arange(n, device=x.device, dtype=torch.int32)
+    parts = []
+    for rows in blocks(x):
+        block = torch.where(column < vocab_size - start, x[rows], -torch.inf)
+        values, columns = block.topk(min(k, n))
+        # topk may pick any of those that tie at the boundary: take the first of them instead
+        boundary = values[..., -1:]
+        tied = torch.where(block == boundary, column, n).topk(min(k, n), largest=False).values
+        above = (values > boundary).sum(-1, keepdim=True)
+        slot = torch.arange(min(k, n), device=x.device)
+        tied = tied.gather(-1, (slot - above).clamp_min(0)).long()
+        columns = torch.where(slot < above, columns, tied).clamp_max(n - 1)
+        parts.append(_ordered(block.gather(-1, columns), columns))
+    values, columns = (torch.cat(part) for part in zip(*parts, strict=True))
+    return values, columns
+
+
+def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted by descending value, those that tie by ascending id."""
+    ids, order = ids.sort(dim=-1)
+    values, last = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, last)
+
+
+@operator("gathered, rows -> rows, rows, rows")
+def topk_logprobs_merge(
+    stats: Tensor, temperature: Tensor | None, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``stats [shards, *, S]`` to log p and ids ``[*, K]`` and (M, log S) ``[*, 2]``."""
+    rows = Rows(stats[0])
+    log_p, ids, saved, faults = _merge(stats_per_row(stats), rows(temperature), k)
+    check("topk_logprobs", faults)
+    lead = stats.shape[1:-1]
+    return log_p.view(*lead, k), ids.view(*lead, k), saved.view(*lead, 2)
+
+
+@topk_logprobs_merge.register_fake
+def _(stats, temperature, k):
+    lead = stats.shape[1:-1]
+    ids = stats.new_empty((*lead, k), dtype=torch.int64)
+    return stats.new_empty((*lead, k)), ids, stats.new_empty((*lead, 2))
+
+
+@kernel
+def _merge(stats, temperature, k):
+    softmax = merge_softmax(stats[..., :3])
+    saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
+    values, ids = _ordered(stats[..., 3 : 3 + k].flatten(-2), stats[..., 3 + k :].flatten(-2))
+    values, ids = values[..., :k], ids[..., :k].to(torch.int64)
+    if temperature is not None:
+        values = values / temperature.to(values.dtype)
+    return (values - saved[..., :1]) - saved[..., 1:], ids, saved, softmax.fault
+
+
+class _TopkLogprobs(PerToken):
+    @staticmethod
+    def forward(logits, temperature, vocab_start, vocab, shard_size, vocab_size, k):
+        stats = topk_logprobs_stats(
+            logits, temperature, vocab_start, vocab, shard_size, vocab_size, k
+        )
+        return topk_logprobs_merge(stats, temperature, k)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        logits, temperature, vocab_start, vocab, _, vocab_size, _ = inputs
+        ctx.vocab_size = vocab_size if vocab_size < vocab else None
+        PerToken.save(ctx, "topk_logprobs", outputs, logits, outputs[1], temperature, vocab_start)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad, *_):
+        *inputs, saved = ctx.saved_tensors
+        return logprobs_backward(grad, saved, *inputs, ctx.vocab_size, None), *[None] * 6
+
+
+def topk_logprobs(
+    logits: Tensor,
+    k: int,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """todo"""
+    vocabulary = check_logits("topk_logprobs", logits, vocab_size)
+    check_k("topk_logprobs", k, vocabulary)
+    temperature = check_temperature("topk_logprobs", temperature, logits)
+    log_p, ids, _ = _TopkLogprobs.apply(logits, temperature, *vocabulary, k)
+    return log_p, ids
