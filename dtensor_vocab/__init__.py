@@ -7,6 +7,7 @@ from dtensor_vocab.ops.js_div import js_div
 from dtensor_vocab.ops.kl_div import kl_div
 from dtensor_vocab.ops.logprobs import logprobs
 from dtensor_vocab.ops.logprobs_and_entropy import logprobs_and_entropy
+from dtensor_vocab.ops.topk_kl_div import topk_kl_div
 from dtensor_vocab.ops.topk_logprobs import topk_logprobs
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "kl_div",
     "logprobs",
     "logprobs_and_entropy",
+    "topk_kl_div",
     "topk_logprobs",
 ]

@@ -126,14 +126,37 @@ def check_pair(function: str, student: Tensor, teacher: Tensor) -> None:
             )
 
 
+K_AXIS = ((), ("K",))
+"""Trailing dims that ids may have: one id for each row, or K of them."""
+
+
 def check_ids(
-    function: str, index: Tensor, logits: Tensor, name: str = "index", k_axis: bool = True
+    function: str,
+    index: Tensor,
+    logits: Tensor,
+    name: str = "index",
+    trailing: tuple[tuple[str, ...], ...] = K_AXIS,
 ) -> Tensor:
-    """Checks ids ``[*]``, with ``k_axis`` also ``[*, K]``; a DTensor where the logits are one."""
+    """Checks ids ``[*]`` or ``[*, K]``; a DTensor where the logits are one."""
     _check_tensor(function, index, name)
     if index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{function}: expected {name} of dtype int32 or int64, got {index.dtype}")
-    return check_row_values(function, index, logits, name, k_axis)
+    return check_row_values(function, index, logits, name, trailing)
+
+
+def check_logprobs(function: str, logprobs: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+    """Checks the teacher's log-probabilities ``[*, K]`` that belong to ``ids``."""
+    name = "teacher_logprobs"
+    _check_tensor(function, logprobs, name)
+    if logprobs.dtype not in LOGITS_DTYPES:
+        wanted = f"{name} of a floating dtype"
+        raise TypeError(f"{function}: expected {wanted}, got {logprobs.dtype}")
+    if logprobs.shape != ids.shape:
+        raise ValueError(
+            f"{function}: expected {name} of the shape of teacher_ids, {tuple(ids.shape)}, "
+            f"got {tuple(logprobs.shape)}"
+        )
+    return check_row_values(function, logprobs, logits, name, (("K",),))
 
 
 def check_ignore_index(function: str, ignore_index: int | None) -> None:
@@ -173,18 +196,23 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
 
 
 def check_row_values(
-    function: str, values: Tensor, logits: Tensor, name: str, k_axis: bool = False
+    function: str,
+    values: Tensor,
+    logits: Tensor,
+    name: str,
+    trailing: tuple[tuple[str, ...], ...] = ((),),
 ) -> Tensor:
-    """Checks that ``values``, ``[*]`` or with ``k_axis`` also ``[*, K]``, lie where the logits do.
+    """Checks that ``values``, ``[*]`` and what may trail it, lie where the logits do.
 
     A plain tensor beside DTensor logits is the same global tensor on all ranks.
     """
     rows, shape = tuple(logits.shape[:-1]), tuple(values.shape)
-    if shape != rows and not (k_axis and len(shape) == logits.dim() and shape[:-1] == rows):
-        wanted = f"{rows} or {(*rows, 'K')}" if k_axis else f"{rows}"
+    lengths = [len(rows) + len(dims) for dims in trailing]
+    if len(shape) not in lengths or shape[: len(rows)] != rows:
+        wanted = " or ".join(f"[{', '.join(map(str, (*rows, *dims)))}]" for dims in trailing)
         raise ValueError(
             f"{function}: expected {name} of shape {wanted} for logits of shape "
-            f"{tuple(logits.shape)}, got {shape}"
+            f"{list(logits.shape)}, got {list(shape)}"
         )
     if values.device != logits.device:
         raise ValueError(

@@ -47,6 +47,7 @@ __all__ = [
     "empty_grad",
     "merge_softmax",
     "softmax_stats",
+    "sum_equal",
 ]
 
 
@@ -181,8 +182,8 @@ class Coefficients(NamedTuple):
     b: Tensor | None = None
     c: Tensor | None = None
     u: Tensor | None = None
-    a_at_index: Tensor | None = None
-    """Stands for ``a`` in the columns that are in the index."""
+    at_index: tuple[Tensor, Tensor] | None = None
+    """``a`` and (M, log S) ``[rows, 2]`` of the columns in the index, where they are others."""
 
 
 class SoftmaxGradient:
@@ -241,7 +242,8 @@ def _by_rows(logits, saved, index, temperature, vocab_start, vocab_size, *values
 def _at_columns(terms, logits, saved, temperature, start, vocab_size) -> Tensor:
     x = prepare(logits, temperature, start, vocab_size)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    gradient = _gradient(terms, terms.a, x, column, saved, start, vocab_size)
+    log_p = (x - saved[..., :1]) - saved[..., 1:2]
+    gradient = _gradient(terms, terms.a, log_p, column, start, vocab_size)
     return _finish(terms, gradient, saved, temperature, logits.dtype)
 
 
@@ -253,17 +255,20 @@ def _at_ids(index, terms, logits, saved, temperature, start, vocab_size) -> tupl
     """
     local, owned = local_ids(index, start, logits.shape[-1])
     x = prepare(logits, temperature, start, vocab_size).gather(-1, local)
-    slope = terms.a
-    if terms.a_at_index is not None:
-        slope = torch.where(_sum_equal(local, owned.to(x.dtype)) > 0, terms.a_at_index, slope)
-    gradient = _gradient(terms, slope, x, local, saved, start, vocab_size)
-    gradient = gradient + _sum_equal(local, torch.where(owned, terms.c, 0))
+    slope, maximum, log_sum = terms.a, saved[..., :1], saved[..., 1:2]
+    if terms.at_index is not None:
+        named = sum_equal(local, owned.to(x.dtype)) > 0
+        slope_named, norm = terms.at_index
+        slope = torch.where(named, slope_named, slope)
+        maximum = torch.where(named, norm[..., :1], maximum)
+        log_sum = torch.where(named, norm[..., 1:], log_sum)
+    gradient = _gradient(terms, slope, (x - maximum) - log_sum, local, start, vocab_size)
+    gradient = gradient + sum_equal(local, torch.where(owned, terms.c, 0))
     return local, _finish(terms, gradient, saved, temperature, logits.dtype)
 
 
-def _gradient(terms, slope, x, column, saved, start, vocab_size) -> Tensor:
+def _gradient(terms, slope, log_p, column, start, vocab_size) -> Tensor:
     """``p_v (a + b log p_v) + u``, 0 where p_v is exactly 0 and where u meets padding."""
-    log_p = (x - saved[..., :1]) - saved[..., 1:2]
     if terms.b is not None:
         slope = slope + terms.b * log_p
     gradient = torch.where(log_p == -torch.inf, 0, log_p.exp() * slope)
@@ -276,17 +281,20 @@ def _gradient(terms, slope, x, column, saved, start, vocab_size) -> Tensor:
 
 def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:
     """Scaled and rounded; 0 for rows that are wholly -inf or that nothing is asked of."""
-    live = terms.a != 0
-    for coefficient in (terms.b, terms.u, terms.a_at_index):
+    live, maximum = terms.a != 0, saved[..., :1]
+    for coefficient in (terms.b, terms.u):
         live = live if coefficient is None else live | (coefficient != 0)
     if terms.c is not None:
         live = live | (terms.c != 0).any(-1, keepdim=True)
+    if terms.at_index is not None:
+        slope, norm = terms.at_index
+        live, maximum = live | (slope != 0), norm[..., :1]
     if temperature is not None:
         gradient = gradient / temperature.to(gradient.dtype)
-    return torch.where(live & (saved[..., :1] != -torch.inf), gradient, 0).to(dtype)
+    return torch.where(live & (maximum != -torch.inf), gradient, 0).to(dtype)
 
 
-def _sum_equal(keys: Tensor, values: Tensor) -> Tensor:
+def sum_equal(keys: Tensor, values: Tensor) -> Tensor:
     """For each of the K entries of a row, the sum of ``values`` over the entries of equal key."""
     if keys.shape[-1] == 1:
         return values

@@ -169,7 +169,7 @@ def cross_entropy(
     """todo"""
     name = "cross_entropy"
     vocabulary = check_logits(name, logits, vocab_size)
-    target = check_ids(name, target, logits, "target", k_axis=False)
+    target = check_ids(name, target, logits, "target", ((),))
     check_ignore_index(name, ignore_index)
     temperature = check_temperature(name, temperature, logits)
     if reduction not in ("none", "sum", "mean"):

@@ -1,0 +1,246 @@
+"""``topk_kl_div``: the terms of KL(t || s), or KL(s || t), of K tokens that the teacher names.
+
+With p_k the student's and q_k the teacher's probabilities, P and Q their sums,
+
+    forward  Σ_k q_k (log q_k - log p_k)  [+ (1 - Q) (log(1 - Q) - log(1 - P))]
+    reverse  Σ_k p_k (log p_k - log q_k)  [+ (1 - P) (log(1 - P) - log(1 - Q))]
+
+where the bracket is the tail. The mass of the tail is summed as such, since 1 - P would lose it
+where P is near 1, and r_v is the softmax over it. With the slopes c_k of the divergence in log p_k
+and d in log(1 - P),
+
+    d/dx_v = Σ_k c_k (1[v = k] - p_v) + d (r_v - p_v)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.inputs import (
+    check_ids,
+    check_logits,
+    check_logprobs,
+    check_temperature,
+)
+from dtensor_vocab.kernel import Rows, blocks, kernel, stats_per_row
+from dtensor_vocab.operator import operator
+from dtensor_vocab.rows import check, local_ids, prepare, rebase
+from dtensor_vocab.softmax import (
+    Coefficients,
+    SoftmaxGradient,
+    empty_grad,
+    merge_softmax,
+    softmax_stats,
+    sum_equal,
+)
+
+__all__ = ["topk_kl_div"]
+
+
+@operator("logits, rows, rows, start -> stats")
+def topk_kl_div_stats(
+    student: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab: int,
+    shard_size: int,
+    vocab_size: int,
+) -> Tensor:
+    """m and s over a shard's tail, then its ``softmax_stats``: ``[1, *, 5 + K]``."""
+    softmax = _softmax_stats(student, ids, temperature, vocab_start, vocab, shard_size, vocab_size)
+    tail = torch.zeros_like(softmax[0, ..., :2])
+    tail[..., 0] = -torch.inf
+    if student.numel() > 0:
+        rows = Rows(student)
+        padding = vocab_size if vocab_size < vocab else None
+        by_row = [*rows.logits, rows(ids), rows(temperature)]
+        parts = [
+            _tail(
+                *(x if x is None or x.dim() == 0 else x[block] for x in by_row),
+                vocab_start[0],
+                padding,
+            )
+            for block in blocks(rows.logits[0])
+        ]
+        tail = torch.cat(parts).view(tail.shape)
+    return torch.cat([tail.unsqueeze(0), softmax], -1)
+
+
+@topk_kl_div_stats.register_fake
+def _(student, ids, temperature, vocab_start, *sizes):
+    softmax = _softmax_stats(student, ids, temperature, vocab_start, *sizes)
+    return softmax.new_empty((*softmax.shape[:-1], softmax.shape[-1] + 2))
+
+
+def _softmax_stats(student, ids, temperature, vocab_start, *sizes) -> Tensor:
+    return softmax_stats(student, ids, temperature, vocab_start, *sizes, None, False, False)
+
+
+@kernel
+def _tail(x, ids, temperature, start, vocab_size):
+    local, owned = local_ids(ids, start, x.shape[-1])
+    named = sum_equal(local, owned.float()) > 0
+    x = x.scatter(-1, local, torch.where(named, -torch.inf, x.gather(-1, local)))
+    x = prepare(x, temperature, start, vocab_size)
+    maximum = x.amax(-1, keepdim=True)
+    return torch.cat([maximum, rebase(x, maximum).exp().sum(-1, keepdim=True)], -1)
+
+
+@operator("gathered, rows -> rows, rows")
+def topk_kl_div_merge(
+    stats: Tensor, teacher_logprobs: Tensor, vocab_size: int, reverse: bool, tail: bool
+) -> tuple[Tensor, Tensor]:
+    """``stats [shards, *, S]`` to the divergence ``[*]`` and what gradients need, ``[*, 6 + 2 K]``.
+
+    That is (M, log S) of the tail and of the vocabulary, the coefficient a for either, c_k, and
+    the slopes in log q_k.
+    """
+    log_q = Rows(stats[0])(teacher_logprobs)
+    value, saved, faults = _merge(stats_per_row(stats), log_q, reverse, tail)
+    check("topk_kl_div", faults, vocab_size)
+    rows = stats.shape[1:-1]
+    return value.view(rows), saved.view(*rows, saved.shape[-1])
+
+
+@topk_kl_div_merge.register_fake
+def _(stats, teacher_logprobs, *_):
+    rows, k = stats.shape[1:-1], teacher_logprobs.shape[-1]
+    return stats.new_empty(rows), stats.new_empty((*rows, 6 + 2 * k))
+
+
+@kernel
+def _merge(stats, log_q, reverse, tail):
+    softmax = merge_softmax(stats[..., 2:] if tail else stats)
+    norm = torch.stack([softmax.maximum, softmax.log_sum], -1)
+    log_p = (softmax.picked - norm[..., :1]) - norm[..., 1:]
+    rounding = torch.finfo(log_q.dtype).eps
+    log_q = log_q.to(log_p.dtype)
+
+    value, slope_p, slope_q = _divergence(log_p, log_q, reverse)
+    value, d = value.sum(-1, keepdim=True), torch.zeros_like(norm[..., :1])
+    norm_tail, mass = norm, d
+    if tail:
+        m, s = stats[..., 0], stats[..., 1]
+        maximum = m.amax(-1, keepdim=True)
+        log_sum = (rebase(m, maximum).exp() * s).sum(-1, keepdim=True).log()
+        empty = maximum == -torch.inf
+        norm_tail = torch.where(empty, 0, torch.cat([maximum, log_sum], -1))
+        log_rest_p = (maximum - norm[..., :1]) + (log_sum - norm[..., 1:])
+        # the log q_k say no more of 1 - Q than their rounding lets them
+        rest_q = -torch.expm1(log_q.double().logsumexp(-1, keepdim=True)).to(log_p.dtype)
+        log_rest_q = rest_q.clamp_min(rounding / 16).log()
+        rest, d, slope_rest_q = _divergence(log_rest_p, log_rest_q, reverse)
+        # no token is left for the student: the teacher has one only beyond its rounding
+        rest = torch.where(empty, torch.where(rest_q > 8 * rounding, torch.inf, 0), rest)
+        d = torch.where(empty, 0, d)
+        mass = torch.where(empty, 0, log_rest_p.exp())
+        slope_rest_q = torch.where(empty, 0, slope_rest_q)
+        slope_q = slope_q - log_q.exp() * (slope_rest_q / log_rest_q.exp())
+        value = (value + rest).clamp_min(0)
+    a = -slope_p.sum(-1, keepdim=True) - d
+    saved = torch.cat([norm_tail, norm, d + mass * a if tail else a, a, slope_p, slope_q], -1)
+    # an infinite row, or one without a student, has no gradient
+    off = (value == torch.inf) | (norm[..., :1] == -torch.inf)
+    keep = torch.arange(saved.shape[-1], device=saved.device) < 4
+    return value.squeeze(-1), torch.where(off & ~keep, 0, saved), softmax.fault
+
+
+def _divergence(log_p: Tensor, log_q: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The terms of KL(q || p), or KL(p || q), and their slopes in log p and in log q."""
+    a, b = (log_p, log_q) if reverse else (log_q, log_p)
+    mass = a.exp()
+    absent = a == -torch.inf
+    value = torch.where(absent, 0, torch.where(b == -torch.inf, torch.inf, mass * (a - b)))
+    slope_a = torch.where(absent, 0, value + mass)
+    return (value, slope_a, -mass) if reverse else (value, -mass, slope_a)
+
+
+@operator("rows, rows, logits, rows, rows, start -> logits")
+def topk_kl_div_backward(
+    grad: Tensor,
+    saved: Tensor,
+    student: Tensor,
+    ids: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+) -> Tensor:
+    """The gradient of ``student [*, V_local]`` for ``grad [*]``."""
+    return _gradient(student, saved, ids, temperature, vocab_start, vocab_size, grad)
+
+
+@topk_kl_div_backward.register_fake
+def _(grad, saved, student, *_):
+    return empty_grad(student)
+
+
+@SoftmaxGradient
+def _gradient(saved: Tensor, ids: Tensor, grad: Tensor) -> Coefficients:
+    k = ids.shape[-1]
+    terms = torch.where(grad == 0, 0, grad * saved[..., 4 : 6 + k])
+    at_index = terms[..., 1:2], saved[..., 2:4]
+    return Coefficients(a=terms[..., :1], c=terms[..., 2:], at_index=at_index)
+
+
+class _TopkKLDiv(PerToken):
+    @staticmethod
+    def forward(
+        student,
+        teacher_logprobs,
+        ids,
+        temperature,
+        vocab_start,
+        vocab,
+        shard_size,
+        vocab_size,
+        reverse,
+        tail,
+    ):
+        make_stats = topk_kl_div_stats if tail else _softmax_stats
+        stats = make_stats(student, ids, temperature, vocab_start, vocab, shard_size, vocab_size)
+        return topk_kl_div_merge(stats, teacher_logprobs, vocab_size, reverse, tail)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        student, teacher, ids, temperature, vocab_start, vocab, _, vocab_size, *_ = inputs
+        ctx.vocab_size = vocab_size if vocab_size < vocab else None
+        ctx.teacher_dtype = teacher.dtype
+        PerToken.save(ctx, "topk_kl_div", outputs, student, ids, temperature, vocab_start)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad, _):
+        *inputs, saved = ctx.saved_tensors
+        to_student = to_teacher = None
+        if ctx.needs_input_grad[0]:
+            to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.vocab_size)
+        if ctx.needs_input_grad[1]:
+            k = inputs[1].shape[-1]
+            grad = grad.unsqueeze(-1)
+            to_teacher = (saved[..., 6 + k :] * grad).masked_fill(grad == 0, 0)
+            to_teacher = to_teacher.to(ctx.teacher_dtype)
+        return to_student, to_teacher, *[None] * 8
+
+
+def topk_kl_div(
+    student: Tensor,
+    teacher_logprobs: Tensor,
+    teacher_ids: Tensor,
+    *,
+    reverse: bool = False,
+    tail: bool = False,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """todo"""
+    name = "topk_kl_div"
+    vocabulary = check_logits(name, student, vocab_size, "student")
+    ids = check_ids(name, teacher_ids, student, "teacher_ids", (("K",),))
+    teacher_logprobs = check_logprobs(name, teacher_logprobs, ids, student)
+    temperature = check_temperature(name, temperature, student)
+    return _TopkKLDiv.apply(
+        student, teacher_logprobs, ids, temperature, *vocabulary, reverse, tail
+    )[0]
