@@ -1,0 +1,342 @@
+"""The ops under test, how to call them, and one check of all that a call promises.
+
+``check`` runs an op forward and backward on plain tensors or on a mesh and compares values,
+gradients, dtypes, placements and the number of collectives with the oracle's. A new op is
+covered by an entry in ``OPS``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+import dtensor_vocab as dv
+from tests import oracle
+from tests.ranks import Collective, Collectives, distribute, on_mesh, part, parts
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A public function with some of its options."""
+
+    name: str
+    arguments: tuple[str, ...]
+    """Names of the tensor arguments, in order; ``draw`` knows what they are."""
+    ids: tuple[int, ...] = ()
+    """Trailing dims of the ids: () for one a position, (K,) for K."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    collectives: int = 1
+    """Forward, where the vocabulary is sharded."""
+
+    def __call__(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        return _as_tuple(getattr(dv, self.name)(*inputs, **{**self.options, **options}))
+
+    def oracle(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        return _as_tuple(getattr(oracle, self.name)(*inputs, **{**self.options, **options}))
+
+    def with_options(self, **options: Any) -> Op:
+        return replace(self, options={**self.options, **options})
+
+    def __str__(self) -> str:
+        words = [f"{key}={value}" for key, value in self.options.items()]
+        words += [f"K={k}" for k in self.ids]
+        return f"{self.name}({','.join(words)})" if words else self.name
+
+    @property
+    def logits(self) -> tuple[str, ...]:
+        return tuple(name for name in self.arguments if name in LOGITS)
+
+    @property
+    def takes_ids(self) -> bool:
+        return any(name in IDS for name in self.arguments)
+
+    @property
+    def scalar(self) -> bool:
+        return self.options.get("reduction", "none") != "none"
+
+
+LOGITS = ("logits", "student", "teacher")
+IDS = ("index", "target")
+
+_ALL = [
+    Op("logprobs", ("logits", "index")),
+    Op("logprobs", ("logits", "index"), ids=(3,)),
+    Op("entropy", ("logits",)),
+    Op("logprobs_and_entropy", ("logits", "index")),
+    Op("kl_div", ("student", "teacher")),
+    Op("kl_div", ("student", "teacher"), options={"reverse": True}),
+    Op("js_div", ("student", "teacher"), options={"beta": 0.3}, collectives=2),
+    Op("cross_entropy", ("logits", "target"), options={"reduction": "none"}),
+    Op("topk_logprobs", ("logits",), options={"k": 3}, collectives=2),
+]
+OPS = [op for op in _ALL if hasattr(dv, op.name)]
+PAIRS = [op for op in OPS if len(op.logits) == 2]
+WITH_IDS = [op for op in OPS if op.takes_ids]
+WITHOUT_K = [op for op in OPS if not op.ids]
+
+
+def named(*names: str) -> list[Op]:
+    return [op for op in OPS if op.name in names]
+
+
+# ------------------------------------------------------------------ layouts
+
+
+class Layout(NamedTuple):
+    """Where logits lie: the shape of a mesh and a placement for each of its dims."""
+
+    mesh: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        each = zip(self.mesh, self.placements, strict=True)
+        return "-".join(f"{size}{f'S{p.dim}' if isinstance(p, Shard) else 'R'}" for size, p in each)
+
+    def rows(self, ndim: int) -> tuple[Placement, ...]:
+        """The placements of one value a row, for logits with ``ndim`` dims."""
+        return tuple(
+            Shard(p.dim % ndim)
+            if isinstance(p, Shard) and p.dim % ndim != ndim - 1
+            else Replicate()
+            for p in self.placements
+        )
+
+    def shards_vocab(self, ndim: int) -> bool:
+        """Whether more than one rank has a share of the vocabulary."""
+        each = zip(self.mesh, self.placements, strict=True)
+        return any(
+            size > 1 and isinstance(p, Shard) and p.dim % ndim == ndim - 1 for size, p in each
+        )
+
+
+def tp(ranks: int) -> Layout:
+    return Layout((ranks,), (Shard(-1),))
+
+
+# ------------------------------------------------------------------ inputs
+
+
+def draw(
+    op: Op,
+    rows: Sequence[int] = (6,),
+    vocab: int = 10,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Inputs:
+    """Random inputs over the whole vocabulary, in the order of the op's arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {}
+    for name in op.arguments:
+        if name in LOGITS:
+            logits = torch.randn(*rows, vocab, generator=generator, dtype=torch.float64)
+            inputs[name] = (2 * logits).to(dtype)
+        else:
+            inputs[name] = torch.randint(vocab, (*rows, *op.ids), generator=generator)
+    return inputs
+
+
+def upstream(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """A gradient for each output that takes one; exact in every dtype."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(-8, 9, out.shape, generator=generator).to(out.dtype) / 4
+        if out.dtype.is_floating_point
+        else None
+        for out in outputs
+    ]
+
+
+# ------------------------------------------------------------------ what must come
+
+
+class Expected(NamedTuple):
+    outputs: tuple[Tensor, ...]
+    gradients: Inputs
+    grads: Sequence[Tensor | None]
+    """Upstream gradients, in the outputs' order."""
+
+
+def expect(
+    op: Op,
+    inputs: Inputs,
+    grads: Sequence[Tensor | None] | None = None,
+    edit: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
+) -> Expected:
+    """The oracle's outputs and gradients, in fp64; ``grads`` are upstream, None for random ones.
+
+    ``edit`` is what the caller does to an output before its gradient comes.
+    """
+    leaves = {
+        name: value.detach().double().requires_grad_() if name in op.logits else value
+        for name, value in inputs.items()
+    }
+    outputs = tuple(edit(out) if edit else out for out in op.oracle(*leaves.values(), **options))
+    grads = upstream(outputs) if grads is None else grads
+    pairs = [
+        (out, grad.double())
+        for out, grad in zip(outputs, grads, strict=True)
+        if grad is not None and out.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in leaves.items()
+        if name in op.logits
+    }
+    return Expected(tuple(out.detach() for out in outputs), gradients, grads)
+
+
+# ------------------------------------------------------------------ what comes
+
+
+class Observed(NamedTuple):
+    outputs: tuple[Tensor, ...]
+    gradients: dict[str, Tensor | None]
+    forward: list[Collective]
+    backward: list[Collective]
+
+
+def observe(
+    op: Op,
+    inputs: Inputs,
+    mesh: DeviceMesh | None = None,
+    layout: Layout | None = None,
+    grads: Sequence[Tensor | None] = (),
+    needs: Sequence[str] | None = None,
+    edit: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
+) -> Observed:
+    """Runs an op on plain tensors, or as DTensors on a mesh, forward and backward.
+
+    ``grads`` are the upstream gradients and ``needs`` the names of the logits that require one.
+    Whatever is drawn is drawn by the caller: inside a simulated mesh it would differ by rank.
+    """
+    placed = {name: place(name, value, mesh, layout, inputs) for name, value in inputs.items()}
+    options = {
+        name: place(name, value, mesh, layout, inputs) if isinstance(value, Tensor) else value
+        for name, value in options.items()
+    }
+    needs = op.logits if needs is None else needs
+    for name in needs:
+        placed[name].requires_grad_()
+    with Collectives() as forward:
+        outputs = op(*placed.values(), **options)
+    outputs = tuple(edit(out) if edit else out for out in outputs)
+    grads = [
+        grad if grad is None else grad.to(out.dtype)
+        for grad, out in zip(grads, outputs, strict=True)
+    ]
+    pairs = [
+        (out, grad if mesh is None else distribute(grad, mesh, out.placements))
+        for out, grad in zip(outputs, grads, strict=True)
+        if grad is not None and out.requires_grad
+    ]
+    with Collectives() as backward:
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+    gradients = {name: placed[name].grad for name in needs}
+    return Observed(outputs, gradients, forward.seen, backward.seen)
+
+
+def place(
+    name: str, value: Tensor, mesh: DeviceMesh | None, layout: Layout | None, inputs: Inputs
+) -> Tensor:
+    """An input as a leaf of its own: logits in the layout, per-row values beside them."""
+    if mesh is None or layout is None:
+        return value.detach()
+    if name in LOGITS:
+        return distribute(value, mesh, layout.placements)
+    ndim = next(iter(inputs.values())).dim()
+    return distribute(value, mesh, layout.rows(ndim))
+
+
+# ------------------------------------------------------------------ the check
+
+
+def check(
+    op: Op,
+    inputs: Inputs,
+    layout: Layout | None = None,
+    grads: Sequence[Tensor | None] | None = None,
+    needs: Sequence[str] | None = None,
+    edit: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
+) -> Observed:
+    """Values, gradients, dtypes, placements and collectives of a call, all as the oracle's."""
+    expected = expect(op, inputs, grads, edit, **options)
+    if layout is None:
+        observed = observe(op, inputs, None, None, expected.grads, needs, edit, **options)
+    else:
+        with on_mesh(layout.mesh) as mesh:
+            observed = observe(op, inputs, mesh, layout, expected.grads, needs, edit, **options)
+    compare(op, inputs, layout, observed, expected)
+    return observed
+
+
+def compare(
+    op: Op, inputs: Inputs, layout: Layout | None, observed: Observed, expected: Expected
+) -> None:
+    ndim = inputs[op.logits[0]].dim()
+    wide = any(inputs[name].dtype == torch.float64 for name in op.logits)
+    for out, value in zip(observed.outputs, expected.outputs, strict=True):
+        if value.dtype.is_floating_point:
+            assert out.dtype == (torch.float64 if wide else torch.float32)
+        assert out.is_contiguous()
+        _assert_placed(out, value, layout, layout and layout.rows(ndim))
+    for name, grad in observed.gradients.items():
+        assert grad is not None, f"no gradient of {name}"
+        assert grad.dtype == inputs[name].dtype
+        _assert_placed(grad, expected.gradients[name], layout, layout and layout.placements, True)
+    sharded = layout is not None and layout.shards_vocab(ndim)
+    oracle.assert_collectives(observed.forward, op.collectives if sharded else 0)
+    oracle.assert_collectives(observed.backward, 0)
+
+
+def _assert_placed(
+    actual: Tensor,
+    expected: Tensor,
+    layout: Layout | None,
+    placements: Sequence[Placement] | None,
+    gradient: bool = False,
+) -> None:
+    """A tensor of the whole, or what each rank holds of it in these placements."""
+    if layout is None or placements is None:
+        assert not isinstance(actual, DTensor)
+        oracle.assert_parts({0: actual.detach()}, {0: expected}, gradient)
+        return
+    assert_placement(actual, layout, placements, expected.shape)
+    there = {
+        rank: part(expected, layout.mesh, placements, rank)
+        for rank in range(math.prod(layout.mesh))
+    }
+    oracle.assert_parts(parts(actual), there, gradient)
+
+
+def assert_placement(
+    actual: Tensor, layout: Layout, placements: Sequence[Placement], shape: Sequence[int]
+) -> None:
+    """A DTensor of this global shape, placed so (``Shard(-1)`` being the last dim)."""
+    assert isinstance(actual, DTensor), f"expected a DTensor, got {type(actual).__name__}"
+    assert tuple(actual.shape) == tuple(shape), f"global shape {actual.shape}, expected {shape}"
+    assert tuple(actual.device_mesh.shape) == layout.mesh
+    wanted, got = (
+        tuple(Shard(p.dim % actual.dim()) if isinstance(p, Shard) else p for p in each)
+        for each in (placements, actual.placements)
+    )
+    assert got == wanted, f"placements {got}, expected {wanted}"
+
+
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)

@@ -1,0 +1,278 @@
+"""What the ops must give: fp64, the full vocabulary, ordinary autograd, and nothing of the package.
+
+The functions are called as the ops are. The rules for rows that hold -inf are explicit masks;
+everything else is what autograd makes of the formula. Below them, the comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INF = math.inf
+
+
+# ------------------------------------------------------------------ the ops
+
+
+def logprobs(logits, index, *, ignore_index=-100, temperature=1.0, vocab_size=None):
+    x = _wide(logits)
+    picked, ignored = _logprobs(x, index, ignore_index, temperature, vocab_size)
+    _stop_at_zero(x, picked)
+    return torch.where(ignored, 0, picked)
+
+
+def entropy(logits, *, temperature=1.0, vocab_size=None):
+    x = _wide(logits)
+    value = _entropy(x, temperature, vocab_size)
+    _stop_at_zero(x, value)
+    return value
+
+
+def logprobs_and_entropy(logits, index, *, ignore_index=-100, temperature=1.0, vocab_size=None):
+    x = _wide(logits)
+    picked, ignored = _logprobs(x, index, ignore_index, temperature, vocab_size)
+    value = _entropy(x, temperature, vocab_size)
+    _stop_at_zero(x, picked, value)
+    return torch.where(ignored, 0, picked), value
+
+
+def kl_div(student, teacher, *, reverse=False, temperature=1.0, vocab_size=None):
+    x, y = _wide(student), _wide(teacher)
+    (s, dead_s), (t, dead_t) = (_log_softmax(z, temperature, vocab_size) for z in (x, y))
+    value = _divergence(*((s, t) if reverse else (t, s)), dead_s | dead_t)
+    _stop_at_zero(x, value)
+    _stop_at_zero(y, value)
+    return value
+
+
+def js_div(student, teacher, *, beta=0.5, temperature=1.0, vocab_size=None):
+    if beta in (0, 1):
+        options = {"temperature": temperature, "vocab_size": vocab_size}
+        return kl_div(student, teacher, reverse=beta == 1, **options)
+    x, y = _wide(student), _wide(teacher)
+    (s, dead_s), (t, dead_t) = (_log_softmax(z, temperature, vocab_size) for z in (x, y))
+    neither = (s == -INF) & (t == -INF)
+    mixed = torch.logaddexp(
+        torch.where(neither, 0, t) + math.log(beta), torch.where(neither, 0, s) + math.log1p(-beta)
+    )
+    mixed = torch.where(neither, -INF, mixed)
+    dead = dead_s | dead_t
+    value = beta * _divergence(t, mixed, dead) + (1 - beta) * _divergence(s, mixed, dead)
+    _stop_at_zero(x, value)
+    _stop_at_zero(y, value)
+    return value
+
+
+def cross_entropy(
+    logits,
+    target,
+    *,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    z_loss=0.0,
+    temperature=1.0,
+    vocab_size=None,
+):
+    x = _wide(logits)
+    picked, ignored = _logprobs(x, target, ignore_index, temperature, vocab_size)
+    loss = -picked
+    if label_smoothing:
+        log_p, dead = _log_softmax(x, temperature, vocab_size)
+        smooth = torch.where(dead, math.nan, -log_p[..., :vocab_size].mean(-1))
+        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
+    if z_loss:
+        scaled, dead = _scaled(x, temperature, vocab_size)
+        loss = loss + z_loss * torch.where(dead, math.nan, scaled.logsumexp(-1)) ** 2
+    _stop_at_zero(x, loss)
+    loss = torch.where(ignored, 0, loss)
+    if reduction == "none":
+        return loss
+    return loss.sum() / (1 if reduction == "sum" else (~ignored).sum().clamp_min(1))
+
+
+def topk_logprobs(logits, k, *, temperature=1.0, vocab_size=None):
+    x = _wide(logits)
+    log_p, dead = _log_softmax(x, temperature, vocab_size)
+    ids = _ranked(x, vocab_size)[..., :k]
+    value = torch.where(dead.unsqueeze(-1), math.nan, log_p.gather(-1, ids))
+    _stop_at_zero(x, value)
+    return value, ids
+
+
+def argmax(logits, *, vocab_size=None):
+    return _ranked(_wide(logits), vocab_size)[..., 0]
+
+
+def topk_kl_div(
+    student,
+    teacher_logprobs,
+    teacher_ids,
+    *,
+    reverse=False,
+    tail=False,
+    temperature=1.0,
+    vocab_size=None,
+):
+    x, t = _wide(student), _wide(teacher_logprobs)
+    log_p, dead = _log_softmax(x, temperature, vocab_size)
+    s = log_p.gather(-1, teacher_ids.long())
+    if tail:
+        rest = log_p.scatter(-1, teacher_ids.long(), -INF)
+        empty = (rest == -INF).all(-1, keepdim=True)
+        rest = torch.where(empty, 0, rest).logsumexp(-1, keepdim=True)
+        s = torch.cat([s, torch.where(empty, -INF, rest)], -1)
+        rest = (1 - t.exp().sum(-1, keepdim=True)).clamp_min(0)
+        t = torch.cat([t, torch.where(rest > 0, rest, 1).log().where(rest > 0, -INF)], -1)
+    value = _divergence(*((s, t) if reverse else (t, s)), dead)
+    _stop_at_zero(x, value)
+    _stop_at_zero(t, value)
+    return value
+
+
+# ------------------------------------------------------------------ what they share
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.double().view_as(x)
+
+
+def _scaled(
+    x: Tensor, temperature: float | Tensor, vocab_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Logits over temperature, -inf from ``vocab_size`` on; which rows are wholly -inf, as 0s."""
+    if isinstance(temperature, Tensor):
+        temperature = temperature.double().unsqueeze(-1)
+    x = x / temperature
+    if vocab_size is not None:
+        x = x.masked_fill(torch.arange(x.shape[-1]) >= vocab_size, -INF)
+    dead = (x == -INF).all(-1)
+    return torch.where(dead.unsqueeze(-1), 0, x), dead
+
+
+def _log_softmax(
+    x: Tensor, temperature: float | Tensor, vocab_size: int | None
+) -> tuple[Tensor, Tensor]:
+    scaled, dead = _scaled(x, temperature, vocab_size)
+    return scaled.log_softmax(-1), dead
+
+
+def _logprobs(
+    x: Tensor,
+    index: Tensor,
+    ignore_index: int | None,
+    temperature: float | Tensor,
+    vocab_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    log_p, dead = _log_softmax(x, temperature, vocab_size)
+    one = index.dim() < x.dim()
+    index = index.unsqueeze(-1) if one else index
+    ignored = (
+        torch.zeros_like(index, dtype=torch.bool) if ignore_index is None else index == ignore_index
+    )
+    picked = log_p.gather(-1, torch.where(ignored, 0, index).long())
+    picked = torch.where(dead.unsqueeze(-1), math.nan, picked)
+    return (picked.squeeze(-1), ignored.squeeze(-1)) if one else (picked, ignored)
+
+
+def _entropy(x: Tensor, temperature: float | Tensor, vocab_size: int | None) -> Tensor:
+    log_p, dead = _log_softmax(x, temperature, vocab_size)
+    log_p = log_p.masked_fill(log_p == -INF, -1e4)  # no mass, and no gradient
+    return torch.where(dead, math.nan, -(log_p.exp() * log_p).sum(-1))
+
+
+def _divergence(log_a: Tensor, log_b: Tensor, dead: Tensor) -> Tensor:
+    """Σ a (log a - log b): +inf where b lacks what a has, NaN for dead rows, both constants."""
+    infinite = ((log_a > -INF) & (log_b == -INF)).any(-1)
+    used = (log_a != -INF) & ~(infinite | dead).unsqueeze(-1)
+    a, b = (torch.where(used, z, 0) for z in (log_a, log_b))
+    value = torch.where(used, a.exp() * (a - b), 0).sum(-1)
+    return torch.where(dead, math.nan, torch.where(infinite, INF, value))
+
+
+def _ranked(x: Tensor, vocab_size: int | None) -> Tensor:
+    """Ids by falling logit, equal ones by rising id."""
+    x = _scaled(x.detach(), 1.0, vocab_size)[0]
+    return x.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _stop_at_zero(x: Tensor, *values: Tensor) -> None:
+    """No gradient for rows of ``x`` where that of all ``values`` is 0, whatever the rows hold."""
+    received: list[Tensor] = []
+
+    def note(gradient: Tensor) -> None:
+        received.append((gradient != 0).reshape(*x.shape[:-1], -1).any(-1))
+
+    if not x.requires_grad:
+        return
+    for value in values:
+        value.register_hook(note)
+    x.register_hook(
+        lambda gradient: torch.where(sum(received).bool().unsqueeze(-1), gradient, 0)  # type: ignore[union-attr]
+    )
+
+
+# ------------------------------------------------------------------ comparisons
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def assert_values(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    """Equal as ids; as numbers of ``actual``'s dtype, infinities and NaN in the same places."""
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    if not actual.dtype.is_floating_point:
+        assert actual.equal(expected), f"{actual}, expected {expected}"
+        return
+    if tolerance is None:
+        tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def assert_gradient(actual: Tensor | None, expected: Tensor) -> None:
+    """Within tolerance (one rounding for 16-bit gradients), and 0 exactly where that is exact."""
+    assert actual is not None, "no gradient"
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    if actual.dtype in TOLERANCE:
+        assert_values(actual, expected)
+    else:
+        assert_rounded_once(actual, expected)
+    strays = actual[(expected == 0) & (actual != 0)]
+    assert strays.numel() == 0, f"expected exactly 0, got {strays}"
+
+
+def assert_rounded_once(actual: Tensor, expected: Tensor) -> None:
+    """A 16-bit tensor is ``expected``, as fp32 arithmetic has it, rounded to nearest."""
+    row = expected.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True) if expected.numel() else 0
+    slack = 1e-5 * expected.abs() + 1e-6 * row
+    low, high = (expected - slack).to(actual.dtype), (expected + slack).to(actual.dtype)
+    sound = ((low <= actual) & (actual <= high)) | (expected.isnan() & actual.isnan())
+    assert sound.all(), f"not one rounding away: {actual[~sound]}, expected {expected[~sound]}"
+
+
+def assert_bytes_equal(actual: Tensor, expected: Tensor) -> None:
+    """Equal to the bit, NaN and the sign of 0 included."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    same = actual.contiguous().view(torch.uint8).equal(expected.contiguous().view(torch.uint8))
+    assert same, f"{actual}, expected the bytes of {expected}"
+
+
+def assert_parts(
+    parts: dict[int, Tensor], expected: dict[int, Tensor], gradient: bool = False
+) -> None:
+    """The local tensors of each rank are those expected of it."""
+    for rank, local in parts.items():
+        try:
+            (assert_gradient if gradient else assert_values)(local, expected[rank])
+        except AssertionError as error:
+            raise AssertionError(f"rank {rank}: {error}") from None
+
+
+def assert_collectives(seen: Sequence[object], expected: int) -> None:
+    assert len(seen) == expected, f"{len(seen)} collectives, expected {expected}: {seen}"

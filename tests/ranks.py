@@ -1,0 +1,303 @@
+"""Two ways to run a test on the ranks of a device mesh.
+
+Simulated: ``on_mesh(shape)`` in an ordinary test runs all ranks in this one process, with real
+values, under torch's ``LocalTensorMode`` over a process group that communicates nothing. Cheap,
+for layouts; a fault in which ranks part ways does not show as the hang that it is.
+
+Real: a test marked ``@pytest.mark.ranks(n)`` runs in n processes over gloo, started once for all
+such tests of a session (see conftest.py). There ``on_mesh`` gives a mesh of these processes.
+
+A tensor of either kind is taken apart by ``parts``: the local tensors, by rank, that there are
+in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SIMULATED_RANKS = 16
+COLLECTIVE_TIMEOUT = 10.0
+"""Seconds that a real rank waits for its peers in a collective: a hang is a failure soon."""
+TEST_TIMEOUT = 120.0
+"""Seconds without the end of a test after which the real ranks are killed."""
+
+
+# ------------------------------------------------------------------ meshes
+
+
+@contextlib.contextmanager
+def on_mesh(shape: Sequence[int]) -> Iterator[DeviceMesh]:
+    """A CPU mesh of this shape, over the real ranks if there are any, else over simulated ones."""
+    shape = tuple(shape)
+    if World.current is not None:
+        assert math.prod(shape) == World.current.size, f"no mesh {shape} on these ranks"
+        yield _mesh(shape, World.current.generation)
+        return
+    _simulate()
+    with LocalTensorMode(frozenset(range(math.prod(shape)))):
+        yield _mesh(shape, 0)
+
+
+@functools.cache
+def _simulate() -> None:
+    dist.init_process_group("fake", rank=0, world_size=SIMULATED_RANKS, store=FakeStore())
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...], generation: int) -> DeviceMesh:
+    """One mesh a shape: DTensor caches by equality of meshes, whose process groups may differ."""
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape))
+
+
+# ------------------------------------------------------------------ tensors on them
+
+
+def part(
+    full: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], rank: int
+) -> Tensor:
+    """The view of ``full`` that ``rank`` holds, as ``torch.chunk`` says."""
+    for mesh_dim, placement in enumerate(placements):
+        size = mesh_shape[mesh_dim]
+        coordinate = rank // math.prod(mesh_shape[mesh_dim + 1 :]) % size
+        if isinstance(placement, Shard):
+            dim = placement.dim % full.dim()
+            chunks = full.chunk(size, dim) if full.shape[dim] else ()
+            empty = full.narrow(dim, 0, 0)
+            full = chunks[coordinate] if coordinate < len(chunks) else empty
+    return full
+
+
+def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """``full`` as a DTensor, with no communication; its parts have strides as ``full`` has."""
+    parts = {}
+    for rank in ranks_here(mesh):
+        local = part(full, mesh.shape, placements, rank).detach()
+        parts[rank] = local.contiguous() if full.is_contiguous() else local
+    return from_parts(parts, mesh, placements, full.shape)
+
+
+def from_parts(
+    parts: dict[int, Tensor],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor of the local tensors of each rank; without ``shape``, each believes its own."""
+    local = LocalTensor(parts) if World.current is None else parts[World.current.rank]
+    if shape is None:
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def parts(tensor: Tensor) -> dict[int, Tensor]:
+    """The local tensors behind a tensor of either kind, by rank."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, LocalTensor):
+        return dict(sorted(tensor._local_tensors.items()))
+    return {0 if World.current is None else World.current.rank: tensor.detach()}
+
+
+def ranks_here(mesh: DeviceMesh) -> list[int]:
+    """The ranks of the mesh that live in this process."""
+    return list(range(mesh.size())) if World.current is None else [World.current.rank]
+
+
+# ------------------------------------------------------------------ what they send
+
+
+class Collective(NamedTuple):
+    """One collective: what it was, and the shapes of what each rank in this process gave."""
+
+    name: str
+    payload: dict[int, tuple[int, ...]]
+
+
+class Collectives(TorchDispatchMode):
+    """Records the collectives that are started inside."""
+
+    NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
+    NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Collective] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor takes the op apart, and the parts come by here
+        namespace, _, name = str(getattr(func, "_name", "")).partition(".")[0].partition("::")
+        if namespace in self.NAMESPACES and name not in self.NO_COLLECTIVES:
+            given = next(a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, Tensor))
+            shapes = {rank: tuple(local.shape) for rank, local in parts(given).items()}
+            self.seen.append(Collective(name, shapes))
+        return func(*args, **(kwargs or {}))
+
+
+# ------------------------------------------------------------------ real ranks
+
+
+class World:
+    """The process group of a spawned rank: made anew after each failure, which may break it."""
+
+    current: World | None = None
+
+    def __init__(self, rank: int, size: int, directory: Path) -> None:
+        self.rank, self.size, self.directory = rank, size, directory
+        self.generation = 0
+        self.store = dist.FileStore(str(directory / "outcomes"), size)
+        self.store.set_timeout(timedelta(seconds=TEST_TIMEOUT))
+        self._join()
+
+    def _join(self) -> None:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self.directory}/group{self.generation}",
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
+        )
+
+    def settle(self, name: str, passed: bool) -> None:
+        """Waits until all ranks are done with a test; a new process group if one failed."""
+        self.store.set(f"{name}/{self.rank}", str(passed))
+        outcomes = [self.store.get(f"{name}/{rank}") for rank in range(self.size)]
+        if all(outcome == b"True" for outcome in outcomes):
+            return
+        dist.destroy_process_group()
+        self.generation += 1
+        self._join()
+
+
+class Outcome(NamedTuple):
+    """How a test ended on one rank."""
+
+    passed: bool
+    skipped: bool
+    text: str
+
+
+class RealRanks:
+    """Runs the given tests on ``size`` processes, once, and keeps how they ended."""
+
+    def __init__(self, size: int, node_ids: list[str], root: Path) -> None:
+        self.size = size
+        with tempfile.TemporaryDirectory() as directory:
+            self.exits = self._run(node_ids, root, Path(directory))
+            self.outcomes = [self._read(Path(directory), rank) for rank in range(size)]
+
+    def _run(self, node_ids: list[str], root: Path, directory: Path) -> list[int | None]:
+        spawn = multiprocessing.get_context("spawn")
+        ranks = [
+            spawn.Process(target=_run_rank, args=(rank, self.size, node_ids, root, directory))
+            for rank in range(self.size)
+        ]
+        for rank in ranks:
+            rank.start()
+        try:
+            self._wait(ranks, directory)
+        finally:
+            exits = [rank.exitcode for rank in ranks]
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        return exits
+
+    def _wait(self, ranks: list[Any], directory: Path) -> None:
+        """Until all are done, one died, or none has ended a test for too long."""
+        size, since = -1, time.monotonic()
+        while any(rank.is_alive() for rank in ranks):
+            if any(rank.exitcode for rank in ranks):
+                time.sleep(1)  # for the peers to write what they know
+                return
+            written = sum(file.stat().st_size for file in directory.glob("*.jsonl"))
+            if written != size:
+                size, since = written, time.monotonic()
+            elif time.monotonic() - since > TEST_TIMEOUT:
+                return
+            time.sleep(0.05)
+
+    def _read(self, directory: Path, rank: int) -> dict[str, Outcome]:
+        file = directory / f"{rank}.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return {name: Outcome(*outcome) for name, *outcome in map(json.loads, lines)}
+
+    def replay(self, node_id: str) -> None:
+        """Ends as the test did on the ranks."""
+        outcomes = [by_name.get(node_id) for by_name in self.outcomes]
+        failures = [
+            f"rank {rank}: never ended (exit code {self.exits[rank]})"
+            if outcome is None
+            else f"rank {rank}: {outcome.text}"
+            for rank, outcome in enumerate(outcomes)
+            if outcome is None or not (outcome.passed or outcome.skipped)
+        ]
+        if failures:
+            pytest.fail("\n".join(failures), pytrace=False)
+        for outcome in outcomes:
+            if outcome is not None and outcome.skipped:
+                pytest.skip(outcome.text)
+
+
+def _run_rank(rank: int, size: int, node_ids: list[str], root: Path, directory: Path) -> None:
+    """A spawned rank: an inner pytest session over the same tests, in the same order."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    os.chdir(root)
+    World.current = World(rank, size, directory)
+    with open(directory / f"{rank}.jsonl", "w", buffering=1) as report:
+        code = pytest.main(
+            ["-q", "-s", "-p", "no:cacheprovider", f"--rootdir={root}", *node_ids],
+            plugins=[_Rank(World.current, report)],
+        )
+    os._exit(0 if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else 1)
+
+
+class _Rank:
+    """The plugin of the inner session: keeps the ranks in step and reports what came of a test."""
+
+    def __init__(self, world: World, report: Any) -> None:
+        self.world, self.report = world, report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+        self.reports: list[pytest.TestReport] = []
+        torch.manual_seed(0)
+        result = yield
+        failed = [report for report in self.reports if report.failed]
+        skipped = [report for report in self.reports if report.skipped]
+        self.world.settle(item.nodeid, not failed)
+        text = "\n".join(report.longreprtext for report in failed or skipped)
+        outcome = (item.nodeid, not failed and not skipped, bool(skipped) and not failed, text)
+        self.report.write(json.dumps(outcome) + "\n")
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.reports.append(report)

@@ -1,0 +1,275 @@
+"""The rules for rows: -inf, NaN, nothing at all, and what rounding may not do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtensor_vocab as dv
+from tests.ops import (
+    OPS,
+    PAIRS,
+    WITH_IDS,
+    Inputs,
+    Layout,
+    Observed,
+    Op,
+    check,
+    draw,
+    expect,
+    named,
+    observe,
+    tp,
+)
+from tests.oracle import assert_bytes_equal, assert_values
+from tests.ranks import on_mesh, parts
+
+INF, NAN = math.inf, math.nan
+
+WHOLE_OR_SHARDED = pytest.mark.parametrize(
+    "layout", [None, tp(2), tp(4)], ids=["plain", "2 ranks", "4 ranks"]
+)
+
+ROWS = {
+    "plain": [0.5, -1.25, 2, 0.75, -0.5, 1, 0.25, -2],
+    "another": [-1, 0.25, 0.5, 1.5, 2.5, -0.75, 0, 1],
+    "some -inf": [0, -INF, 1, -INF, 0.5, -INF, -1, 2],
+    "more -inf": [0, -INF, -INF, -INF, 0.5, -INF, -INF, 2],
+    "one token": [-INF, -INF, -INF, -INF, -INF, 3, -INF, -INF],
+    "first half -inf": [-INF, -INF, -INF, -INF, 1, 2, 0, -1],
+    "second half -inf": [1, 2, 0, -1, -INF, -INF, -INF, -INF],
+    "underflow": [0, -200, 0, -200, 0, -200, -200, -200],
+    "other underflow": [-200, 0, 0, -200, -200, -200, 0, -200],
+    "far apart": [60000, -60000, 0, 0, 100, -100, 0, 0],
+    "offset": [10001, 9999, 10000, 10002, 10000.5, 10000, 9998, 10000],
+    "all -inf": [-INF] * 8,
+    "NaN": [0, 1, NAN, 0.5, 2, -1, 0.25, 1],
+    "+inf": [0, 1, INF, 0.5, 2, -1, 0.25, 1],
+    "all NaN": [NAN] * 8,
+}
+NOT_A_NUMBER = ("NaN", "+inf", "all NaN")
+
+
+def special(op: Op) -> Inputs:
+    """Every row; for divergences every pair of them, but for NaN beside -inf, which has no rule."""
+    if len(op.logits) == 1:
+        logits = torch.tensor(list(ROWS.values()))
+        others = draw(op, (len(ROWS),), vocab=8)
+        return {**others, op.logits[0]: logits}
+    rows = [
+        (mine, other)
+        for first, mine in ROWS.items()
+        for second, other in ROWS.items()
+        if not (first in NOT_A_NUMBER and -INF in other)
+        and not (second in NOT_A_NUMBER and -INF in mine)
+    ]
+    mine, others = zip(*rows, strict=True)
+    return {
+        **draw(op, (len(rows),), vocab=8),
+        **dict(zip(op.logits, map(torch.tensor, (mine, others)), strict=True)),
+    }
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_special_rows(op: Op, layout: Layout | None) -> None:
+    inputs = special(op)
+    check(op, inputs, layout, quarter(op, inputs))
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+def test_every_id_of_special_rows(op: Op, layout: Layout | None) -> None:
+    """Among them ids whose logit is -inf in a row that is otherwise sound."""
+    rows = torch.tensor(list(ROWS.values()))
+    inputs = draw(op, rows.shape, vocab=8)
+    inputs[op.logits[0]] = rows.unsqueeze(1).expand(-1, 8, -1).contiguous()
+    ids = torch.arange(8).expand(len(ROWS), 8)
+    if op.ids:
+        ids = (ids.unsqueeze(-1) + torch.arange(*op.ids)) % 8
+    check(op, {**inputs, op.arguments[1]: ids.contiguous()}, layout)
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_no_gradient_means_zero_whatever_the_row_holds(op: Op, layout: Layout | None) -> None:
+    inputs = special(op)
+    grads = [torch.zeros_like(out, dtype=torch.float32) for out in expect(op, inputs).outputs]
+    observed = check(op, inputs, layout, grads)
+    for grad in observed.gradients.values():
+        assert all((local == 0).all() for local in parts(grad).values())
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+def test_ignored_ids_are_zero_whatever_comes(op: Op, layout: Layout | None) -> None:
+    """Value 0 and gradient 0 in rows of NaN or -inf, for a NaN upstream too."""
+    inputs = special(op)
+    inputs[op.arguments[1]].fill_(-100)
+    outputs = expect(op, inputs).outputs
+    grads = [torch.full(out.shape, NAN) for out in outputs[:1]]
+    grads += [torch.zeros(out.shape) for out in outputs[1:]]
+    observed = check(op, inputs, layout, grads)
+    assert all((local == 0).all() for local in parts(observed.outputs[0]).values())
+    for grad in observed.gradients.values():
+        assert all((local == 0).all() for local in parts(grad).values())
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("mask", ["in place", "where"])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_rows_that_the_caller_masks(op: Op, mask: str, layout: Layout | None) -> None:
+    """No NaN or infinity of a masked row gets into its gradient, nor into that of others."""
+
+    def edit(out: Tensor) -> Tensor:
+        wild = ~(out.abs() < INF)
+        return out.masked_fill_(wild, 0) if mask == "in place" else torch.where(wild, 0, out)
+
+    inputs = special(op)
+    observed = check(op, inputs, layout, quarter(op, inputs), edit=edit)
+    for grad in observed.gradients.values():
+        assert all(local.isfinite().all() for local in parts(grad).values())
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_sound_row_is_as_alone(op: Op, layout: Layout | None) -> None:
+    """A row's bytes do not depend on what lies beside it."""
+    inputs = draw(op, (3,), vocab=8)
+    for name in op.logits:
+        inputs[name][1:] = -INF
+    grads = quarter(op, inputs)
+    beside = check(op, inputs, layout, grads)
+    inputs = {name: value[:1] for name, value in inputs.items()}
+    alone = check(op, inputs, layout, [grad[:1] for grad in grads])
+    for one, other in zip(
+        [*alone.outputs, *alone.gradients.values()],
+        [*beside.outputs, *beside.gradients.values()],
+        strict=True,
+    ):
+        for rank, local in parts(one).items():
+            assert_bytes_equal(local, parts(other)[rank][:1])
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_common_offset_costs_nothing(op: Op, offset: float, layout: Layout | None) -> None:
+    inputs = draw(op, vocab=8)
+    for name in op.logits:  # steps that are exact at 1e4 too
+        inputs[name] = (inputs[name] * 64).round() / 64
+    expected = expect(op, inputs)
+    moved = {name: x + offset if name in op.logits else x for name, x in inputs.items()}
+    observed = check(op, moved, layout)
+    for out, value in zip(observed.outputs, expected.outputs, strict=True):
+        for local in parts(out).values():
+            assert_values(local.detach(), value, tolerance=1e-6)
+
+
+def quarter(op: Op, inputs: Inputs) -> list[Tensor]:
+    """A small upstream gradient, where KLs are in the hundreds and the tolerance is absolute."""
+    return [torch.full(out.shape, 0.25) for out in expect(op, inputs).outputs]
+
+
+# ------------------------------------------------------------------ empty and masked shards
+
+
+@pytest.mark.parametrize("vocab, ranks", [(5, 4), (2, 4), (10, 8)])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_empty_shards(op: Op, vocab: int, ranks: int, eager_kernels: None) -> None:
+    if op.options.get("k", 0) > vocab:
+        op = op.with_options(k=vocab)
+    observed = check(op, draw(op, (4,), vocab), tp(ranks))
+    for grad in observed.gradients.values():
+        assert parts(grad)[ranks - 1].shape == (4, 0)
+
+
+# ------------------------------------------------------------------ entropy and divergences
+
+
+def test_entropy_of_masked_rows() -> None:
+    logits = torch.tensor([[0, math.log(3), -INF, -INF]])
+    observed = check(named("entropy")[0], {"logits": logits}, tp(2), [torch.ones(1)])
+    value = parts(observed.outputs[0])[0]
+    torch.testing.assert_close(value.detach(), torch.tensor([0.5623351446]))
+    gradient = torch.cat(list(parts(observed.gradients["logits"]).values()), -1)
+    torch.testing.assert_close(gradient, torch.tensor([[0.2059898, -0.2059898, 0, 0]]))
+
+
+def test_entropy_of_far_apart_halves() -> None:
+    logits = torch.tensor([60000, -60000, 0, 0], dtype=torch.float16, requires_grad=True)
+    value = dv.entropy(logits)
+    value.backward()
+    assert value == 0
+    assert logits.grad.equal(torch.zeros_like(logits))
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", PAIRS, ids=str)
+def test_divergence_of_underflowing_mass(op: Op, dtype: torch.dtype, layout: Layout | None) -> None:
+    student = torch.tensor([[0, -200, 0, -200]] * 2, dtype=dtype)
+    teacher = torch.tensor([[-200, 0, 0, -200]] * 2, dtype=dtype)
+    check(op, {"student": student, "teacher": teacher}, layout, [torch.full((2,), 0.25)])
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", PAIRS, ids=str)
+def test_divergence_from_itself_is_nothing(
+    op: Op, dtype: torch.dtype, layout: Layout | None
+) -> None:
+    logits = draw(named("entropy")[0], (64,), 24, dtype)["logits"]
+    logits[:, 3] = -INF
+    observed = observe_in(op, {"student": logits, "teacher": logits.clone()}, layout)
+    for tensor in (*observed.outputs, *observed.gradients.values()):
+        assert all((local == 0).all() for local in parts(tensor).values())
+
+
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("op", PAIRS, ids=str)
+def test_divergence_is_never_negative(op: Op, layout: Layout | None) -> None:
+    """Pairs that are equal but for rounding, where cancellation could have its way."""
+    student = torch.randn(512, 24) * torch.logspace(-2, 2, 512).unsqueeze(-1)
+    teacher = student + 1e-5 * torch.randn(512, 24)
+    observed = observe_in(op, {"student": student, "teacher": teacher}, layout)
+    assert all((local >= 0).all() for local in parts(observed.outputs[0]).values())
+
+
+def observe_in(op: Op, inputs: Inputs, layout: Layout | None) -> Observed:
+    grads = [torch.ones(inputs[op.logits[0]].shape[:-1])]
+    if layout is None:
+        return observe(op, inputs, grads=grads)
+    with on_mesh(layout.mesh) as mesh:
+        return observe(op, inputs, mesh, layout, grads)
+
+
+# ------------------------------------------------------------------ precision of the results
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_bfloat16(op: Op) -> None:
+    check(op, draw(op, (64,), 24, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_other_dtypes(op: Op, dtype: torch.dtype, eager_kernels: None) -> None:
+    check(op, draw(op, (64,), 24, dtype))
+    check(op, draw(op, (64,), 24, dtype), tp(2))
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float64", "float32")], ids="-".join)
+@pytest.mark.parametrize("op", PAIRS, ids=str)
+def test_student_and_teacher_of_two_dtypes(
+    op: Op, dtypes: tuple[str, str], eager_kernels: None
+) -> None:
+    """Each gradient in its own dtype, the math in the wider one's."""
+    inputs = draw(op)
+    for name, dtype in zip(op.logits, dtypes, strict=True):
+        inputs[name] = inputs[name].to(getattr(torch, dtype))
+    check(op, inputs)
+    check(op, inputs, tp(2))
