@@ -55,7 +55,7 @@ def register_placements(op: torch._ops.OpOverload, rule: PlacementRule) -> None:
         return OpStrategy(
             [
                 OpSpec(
-                    output_specs=produced if len(produced) > 1 else produced[0],
+                    output_specs=produced if len(produced) != 1 else produced[0],
                     input_specs=needed,
                     redistribute_cost=[[0.0] for _ in needed],
                 )

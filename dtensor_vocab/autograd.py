@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["PerToken", "differentiable_once", "received"]
+__all__ = ["PerToken", "differentiable_once", "logits_gradient", "received"]
 
 
 class PerToken(torch.autograd.Function):
@@ -50,6 +50,25 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(g if g is None else _Once.apply(ctx.function, g, *sources) for g in gradients)
 
     return once
+
+
+def logits_gradient(
+    ctx: Any,
+    backward: Callable[..., Tensor],
+    overwrite: Callable[..., None],
+    grads: tuple[Tensor | None, ...],
+    saved: Tensor,
+    logits: Tensor,
+    *args: Any,
+) -> Tensor:
+    """The gradient of the logits by ``backward`` or, if ``ctx.inplace_backward``, in their place.
+
+    Whoever still needs the logits then finds their version changed, and raises.
+    """
+    if ctx.inplace_backward and not torch.compiler.is_compiling():
+        overwrite(*grads, saved, logits, *args)
+        return logits.detach()
+    return backward(*grads, saved, logits, *args)
 
 
 class _Once(torch.autograd.Function):

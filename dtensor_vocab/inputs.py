@@ -18,6 +18,7 @@ __all__ = [
     "Vocabulary",
     "check_ids",
     "check_ignore_index",
+    "check_inplace_backward",
     "check_k",
     "check_logits",
     "check_pair",
@@ -169,6 +170,18 @@ def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
     if not 0 <= k <= vocabulary.size:
         raise ValueError(
             f"{function}: expected 0 <= k <= {vocabulary.size}, the size of the vocabulary, got {k}"
+        )
+
+
+def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor) -> None:
+    if not isinstance(inplace_backward, bool):
+        got = type(inplace_backward).__name__
+        raise TypeError(f"{function}: expected inplace_backward to be a bool, got {got}")
+    overlap = any(s == 0 and n > 1 for n, s in zip(logits.shape, logits.stride(), strict=True))
+    if inplace_backward and overlap:
+        raise ValueError(
+            f"{function}: expected logits that own their memory for inplace_backward=True, got "
+            f"expanded ones with strides {tuple(logits.stride())}"
         )
 
 

@@ -22,6 +22,7 @@ otherwise is redistributed on the way in. In a call of this package that is one 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,13 +39,17 @@ VOCAB = -1
 """Stands for the vocabulary where a mesh dim is said to shard dim ``d`` of the logits."""
 
 
-def operator(signature: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+def operator(
+    signature: str, mutates: str = ""
+) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
     """Registers a function as ``torch.ops.dtensor_vocab.<name>``, placed as ``signature`` says.
+
+    ``mutates`` names an argument that it writes to, in place of an output.
 
     The outputs are constants to autograd: gradients are the public functions' affair. Under
     ``torch.vmap``, the batch is one more leading dim of the logits.
     """
-    inputs, outputs = (side.strip().split(", ") for side in signature.split("->"))
+    inputs, outputs = (re.findall(r"\w+", side) for side in signature.split("->"))
 
     def placements(
         specs: Sequence[DTensorSpec | None],
@@ -62,9 +67,11 @@ def operator(signature: str) -> Callable[[Callable[..., Any]], torch.library.Cus
         return wanted, [tuple(_placement(role, dim, ndim) for dim in dims) for role in outputs]
 
     def register(fn: Callable[..., Any]) -> torch.library.CustomOpDef:
-        op = torch.library.custom_op(f"dtensor_vocab::{fn.__name__}", fn, mutates_args=())
-        op.register_autograd(_no_backward, setup_context=_mark_constant)
-        op.register_vmap(functools.partial(_vmap, op, inputs, outputs))
+        name, mutated = f"dtensor_vocab::{fn.__name__}", [mutates] if mutates else []
+        op = torch.library.custom_op(name, fn, mutates_args=mutated)
+        if not mutates:
+            op.register_autograd(_no_backward, setup_context=_mark_constant)
+            op.register_vmap(functools.partial(_vmap, op, inputs, outputs))
         register_placements(op._opoverload, placements)
         return op
 

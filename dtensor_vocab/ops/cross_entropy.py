@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
 from dtensor_vocab.inputs import (
     check_ids,
     check_ignore_index,
+    check_inplace_backward,
     check_logits,
     check_temperature,
 )
@@ -95,6 +96,41 @@ def _(grad, saved, logits, *_):
     return empty_grad(logits)
 
 
+@operator("rows, rows, logits, rows, rows, start -> ", mutates="logits")
+def cross_entropy_backward_(
+    grad: Tensor,
+    saved: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int,
+    padded: bool,
+    ignore_index: int | None,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """The same, in place of the logits."""
+    _gradient.overwrite(
+        logits,
+        saved,
+        target,
+        temperature,
+        vocab_start,
+        vocab_size if padded else None,
+        grad,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        vocab_size,
+    )
+
+
+@cross_entropy_backward_.register_fake
+def _(*_):
+    return None
+
+
 @SoftmaxGradient
 def _gradient(
     saved: Tensor,
@@ -126,6 +162,7 @@ class _CrossEntropy(PerToken):
         ignore_index,
         label_smoothing,
         z_loss,
+        inplace_backward,
     ):
         stats = softmax_stats(
             logits,
@@ -144,15 +181,17 @@ class _CrossEntropy(PerToken):
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         logits, target, temperature, vocab_start, vocab, _, vocab_size, *options = inputs
+        *options, ctx.inplace_backward = options
         ctx.options = (vocab_size, vocab_size < vocab, *options)
         PerToken.save(ctx, "cross_entropy", outputs, logits, target, temperature, vocab_start)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, _):
-        logits, target, temperature, vocab_start, saved = ctx.saved_tensors
-        args = logits, target, temperature, vocab_start, *ctx.options
-        return cross_entropy_backward(grad, saved, *args), *[None] * 9
+        *inputs, saved = ctx.saved_tensors
+        args = (grad,), saved, *inputs, *ctx.options
+        grad_logits = logits_gradient(ctx, cross_entropy_backward, cross_entropy_backward_, *args)
+        return grad_logits, *[None] * 10
 
 
 def cross_entropy(
@@ -165,6 +204,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """todo"""
     name = "cross_entropy"
@@ -174,6 +214,7 @@ def cross_entropy(
     temperature = check_temperature(name, temperature, logits)
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"{name}: expected reduction none, sum or mean, got {reduction!r}")
+    check_inplace_backward(name, inplace_backward, logits)
     _check_weight("label_smoothing", label_smoothing, 1)
     _check_weight("z_loss", z_loss, math.inf)
     loss, _ = _CrossEntropy.apply(
@@ -184,6 +225,7 @@ def cross_entropy(
         ignore_index,
         float(label_smoothing),
         float(z_loss),
+        inplace_backward,
     )
     if reduction == "none":
         return loss

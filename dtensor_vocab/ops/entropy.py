@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once
-from dtensor_vocab.inputs import check_logits, check_temperature
+from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
+from dtensor_vocab.inputs import check_inplace_backward, check_logits, check_temperature
 from dtensor_vocab.kernel import kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check
@@ -64,6 +64,24 @@ def _(grad, saved, logits, *_):
     return empty_grad(logits)
 
 
+@operator("rows, rows, logits, rows, start -> ", mutates="logits")
+def entropy_backward_(
+    grad: Tensor,
+    saved: Tensor,
+    logits: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+) -> None:
+    """The same, in place of the logits."""
+    _gradient.overwrite(logits, saved, None, temperature, vocab_start, vocab_size, grad)
+
+
+@entropy_backward_.register_fake
+def _(*_):
+    return None
+
+
 @SoftmaxGradient
 def _gradient(saved: Tensor, index: None, grad: Tensor) -> Coefficients:
     return entropy_coefficients(grad, saved)
@@ -76,7 +94,7 @@ def entropy_coefficients(grad: Tensor, saved: Tensor) -> Coefficients:
 
 class _Entropy(PerToken):
     @staticmethod
-    def forward(logits, temperature, vocab_start, vocab, shard_size, vocab_size):
+    def forward(logits, temperature, vocab_start, vocab, shard_size, vocab_size, inplace_backward):
         stats = softmax_stats(
             logits,
             None,
@@ -93,18 +111,17 @@ class _Entropy(PerToken):
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        logits, temperature, vocab_start, vocab, _, vocab_size = inputs
+        logits, temperature, vocab_start, vocab, _, vocab_size, ctx.inplace_backward = inputs
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
         PerToken.save(ctx, "entropy", outputs, logits, temperature, vocab_start)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, _):
-        logits, temperature, vocab_start, saved = ctx.saved_tensors
-        grad_logits = entropy_backward(
-            grad, saved, logits, temperature, vocab_start, ctx.vocab_size
-        )
-        return grad_logits, *[None] * 5
+        *inputs, saved = ctx.saved_tensors
+        args = (grad,), saved, *inputs, ctx.vocab_size
+        grad_logits = logits_gradient(ctx, entropy_backward, entropy_backward_, *args)
+        return grad_logits, *[None] * 6
 
 
 def entropy(
@@ -112,8 +129,10 @@ def entropy(
     *,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """todo"""
     vocabulary = check_logits("entropy", logits, vocab_size)
     temperature = check_temperature("entropy", temperature, logits)
-    return _Entropy.apply(logits, temperature, *vocabulary)[0]
+    check_inplace_backward("entropy", inplace_backward, logits)
+    return _Entropy.apply(logits, temperature, *vocabulary, inplace_backward)[0]

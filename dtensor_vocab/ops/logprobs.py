@@ -8,8 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once
-from dtensor_vocab.inputs import check_ids, check_ignore_index, check_logits, check_temperature
+from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
+from dtensor_vocab.inputs import (
+    check_ids,
+    check_ignore_index,
+    check_inplace_backward,
+    check_logits,
+    check_temperature,
+)
 from dtensor_vocab.kernel import Rows, kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, counted
@@ -67,6 +73,28 @@ def _(grad, saved, logits, *_):
     return empty_grad(logits)
 
 
+@operator("rows, rows, logits, rows, rows, start -> ", mutates="logits")
+def logprobs_backward_(
+    grad: Tensor,
+    saved: Tensor,
+    logits: Tensor,
+    index: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+    ignore_index: int | None,
+) -> None:
+    """The same, in place of the logits."""
+    _gradient.overwrite(
+        logits, saved, index, temperature, vocab_start, vocab_size, grad, ignore_index
+    )
+
+
+@logprobs_backward_.register_fake
+def _(*_):
+    return None
+
+
 @SoftmaxGradient
 def _gradient(saved: Tensor, index: Tensor, grad: Tensor, ignore_index: int | None) -> Coefficients:
     grad = torch.where(counted(index, ignore_index), grad, 0)
@@ -76,7 +104,15 @@ def _gradient(saved: Tensor, index: Tensor, grad: Tensor, ignore_index: int | No
 class _Logprobs(PerToken):
     @staticmethod
     def forward(
-        logits, index, temperature, vocab_start, vocab, shard_size, vocab_size, ignore_index
+        logits,
+        index,
+        temperature,
+        vocab_start,
+        vocab,
+        shard_size,
+        vocab_size,
+        ignore_index,
+        inplace_backward,
     ):
         stats = softmax_stats(
             logits,
@@ -94,25 +130,18 @@ class _Logprobs(PerToken):
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        logits, index, temperature, vocab_start, vocab, _, vocab_size, ctx.ignore_index = inputs
+        logits, index, temperature, vocab_start, vocab, _, vocab_size, *options = inputs
+        ctx.ignore_index, ctx.inplace_backward = options
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
         PerToken.save(ctx, "logprobs", outputs, logits, index, temperature, vocab_start)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, _):
-        logits, index, temperature, vocab_start, saved = ctx.saved_tensors
-        grad_logits = logprobs_backward(
-            grad,
-            saved,
-            logits,
-            index,
-            temperature,
-            vocab_start,
-            ctx.vocab_size,
-            ctx.ignore_index,
-        )
-        return grad_logits, *[None] * 7
+        *inputs, saved = ctx.saved_tensors
+        args = (grad,), saved, *inputs, ctx.vocab_size, ctx.ignore_index
+        grad_logits = logits_gradient(ctx, logprobs_backward, logprobs_backward_, *args)
+        return grad_logits, *[None] * 8
 
 
 def logprobs(
@@ -122,10 +151,14 @@ def logprobs(
     ignore_index: int | None = -100,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """todo"""
     vocabulary = check_logits("logprobs", logits, vocab_size)
     index = check_ids("logprobs", index, logits)
     check_ignore_index("logprobs", ignore_index)
     temperature = check_temperature("logprobs", temperature, logits)
-    return _Logprobs.apply(logits, index, temperature, *vocabulary, ignore_index)[0]
+    check_inplace_backward("logprobs", inplace_backward, logits)
+    return _Logprobs.apply(logits, index, temperature, *vocabulary, ignore_index, inplace_backward)[
+        0
+    ]

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, received
-from dtensor_vocab.inputs import check_ids, check_ignore_index, check_logits, check_temperature
+from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient, received
+from dtensor_vocab.inputs import (
+    check_ids,
+    check_ignore_index,
+    check_inplace_backward,
+    check_logits,
+    check_temperature,
+)
 from dtensor_vocab.kernel import Rows, kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.entropy import entropy_coefficients
@@ -72,6 +78,37 @@ def _(grad_logprobs, grad_entropy, saved, logits, *_):
     return empty_grad(logits)
 
 
+@operator("rows, rows, rows, logits, rows, rows, start -> ", mutates="logits")
+def logprobs_and_entropy_backward_(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    saved: Tensor,
+    logits: Tensor,
+    index: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    vocab_size: int | None,
+    ignore_index: int | None,
+) -> None:
+    """The same, in place of the logits."""
+    _gradient.overwrite(
+        logits,
+        saved,
+        index,
+        temperature,
+        vocab_start,
+        vocab_size,
+        grad_logprobs,
+        grad_entropy,
+        ignore_index,
+    )
+
+
+@logprobs_and_entropy_backward_.register_fake
+def _(*_):
+    return None
+
+
 @SoftmaxGradient
 def _gradient(
     saved: Tensor,
@@ -95,7 +132,15 @@ def _gradient(
 class _LogprobsAndEntropy(PerToken):
     @staticmethod
     def forward(
-        logits, index, temperature, vocab_start, vocab, shard_size, vocab_size, ignore_index
+        logits,
+        index,
+        temperature,
+        vocab_start,
+        vocab,
+        shard_size,
+        vocab_size,
+        ignore_index,
+        inplace_backward,
     ):
         stats = softmax_stats(
             logits,
@@ -113,26 +158,27 @@ class _LogprobsAndEntropy(PerToken):
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        logits, index, temperature, vocab_start, vocab, _, vocab_size, ctx.ignore_index = inputs
+        logits, index, temperature, vocab_start, vocab, _, vocab_size, *options = inputs
+        ctx.ignore_index, ctx.inplace_backward = options
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
         PerToken.save(ctx, "logprobs_and_entropy", outputs, logits, index, temperature, vocab_start)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_logprobs, grad_entropy, _):
-        logits, index, temperature, vocab_start, saved = ctx.saved_tensors
-        grads = received(grad_logprobs, logits), received(grad_entropy, logits)
-        grad_logits = logprobs_and_entropy_backward(
-            *grads,
+        *inputs, saved = ctx.saved_tensors
+        grads = received(grad_logprobs, inputs[0]), received(grad_entropy, inputs[0])
+        grad_logits = logits_gradient(
+            ctx,
+            logprobs_and_entropy_backward,
+            logprobs_and_entropy_backward_,
+            grads,
             saved,
-            logits,
-            index,
-            temperature,
-            vocab_start,
+            *inputs,
             ctx.vocab_size,
             ctx.ignore_index,
         )
-        return grad_logits, *[None] * 7
+        return grad_logits, *[None] * 8
 
 
 def logprobs_and_entropy(
@@ -142,6 +188,7 @@ def logprobs_and_entropy(
     ignore_index: int | None = -100,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """todo"""
     name = "logprobs_and_entropy"
@@ -149,7 +196,8 @@ def logprobs_and_entropy(
     index = check_ids(name, index, logits)
     check_ignore_index(name, ignore_index)
     temperature = check_temperature(name, temperature, logits)
+    check_inplace_backward(name, inplace_backward, logits)
     log_p, entropy, _ = _LogprobsAndEntropy.apply(
-        logits, index, temperature, *vocabulary, ignore_index
+        logits, index, temperature, *vocabulary, ignore_index, inplace_backward
     )
     return log_p, entropy
