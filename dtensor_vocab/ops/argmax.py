@@ -71,6 +71,27 @@ def _merge(stats):
 
 
 def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
-    """todo"""
+    """The id of the largest logit of each row; the lowest where several tie.
+
+    Same as ``logits.argmax(-1)`` on the full vocabulary. It has no gradient.
+
+    Args:
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        vocab_size: columns from it on are padding, never chosen.
+
+    Returns:
+        ids ``[*]``, int64; placed as the result of :func:`entropy`.
+
+    Communication: one all-gather of 3 numbers a row over the vocabulary's mesh dim, none where V
+    is not sharded over several ranks.
+
+    Rows: 0 for a row that is wholly -inf, the first NaN's id where there is one.
+
+    Raises:
+        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
+            or options out of bounds. Both before anything is communicated, alike on all ranks.
+        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
+            device, which does not wait for it.
+    """
     vocabulary = check_logits("argmax", logits, vocab_size)
     return argmax_merge(argmax_stats(logits.detach(), *vocabulary))

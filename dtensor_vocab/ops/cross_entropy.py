@@ -206,7 +206,49 @@ def cross_entropy(
     vocab_size: int | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """todo"""
+    """Cross-entropy with optional label smoothing and z-loss.
+
+    Formula: with ε = ``label_smoothing``, ζ = ``z_loss``, n = ``vocab_size`` and lse =
+    log Σ_v e^(x_v), ``-(1 - ε) log p_y - ε/n Σ_v log p_v + ζ lse²``; gradient
+    ``p_v (1 + 2 ζ lse) - (1 - ε) 1[v = y] - ε/n``.
+
+    Same as ``F.cross_entropy(logits.float(), target, ...)`` on the full vocabulary, of
+    ``logits[..., :vocab_size]`` where padded, plus the z-loss. (z-loss: Chowdhery et al., PaLM,
+    https://arxiv.org/abs/2204.02311, section 5.)
+
+    Args:
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        target: ids ``[*]``, int32 or int64, as ``index`` of :func:`logprobs`.
+        ignore_index: targets equal to it have loss 0 without a gradient; None ignores nothing.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the targets that are not ignored, both
+            over all rows of all ranks. The mean over no target is 0.
+        label_smoothing: 0 <= ε <= 1.
+        z_loss: ζ >= 0.
+        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
+            ``target``. The softmax is of logits / temperature, gradients are for the logits.
+        vocab_size: columns from it on are padding: probability and gradient 0.
+        inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
+            backward raises (torch's "modified by an inplace operation"). Under
+            ``torch.compile`` the gradient is a new tensor all the same.
+
+    Returns:
+        fp32 (fp64 for fp64 logits). ``"none"``: ``[*]``, placed as that of :func:`logprobs`. Else a
+        scalar, ``Replicate()`` on every mesh dim.
+
+    Communication: one all-gather of 4 numbers a row (6 with label smoothing) over the
+    vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
+    ``"sum"`` and ``"mean"`` all-reduce one and two scalars over the mesh dims that shard leading
+    dims.
+
+    Rows: +inf for a target whose logit is -inf, and with label smoothing for any -inf; else those
+    of :func:`logprobs`.
+
+    Raises:
+        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
+            or options out of bounds. Both before anything is communicated, alike on all ranks.
+        RuntimeError: on every rank, for an id out of range on any of them or shards that do not fit
+            together; by an assertion on the device, which does not wait for it.
+    """
     name = "cross_entropy"
     vocabulary = check_logits(name, logits, vocab_size)
     target = check_ids(name, target, logits, "target", ((),))

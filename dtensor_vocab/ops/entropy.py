@@ -131,7 +131,46 @@ def entropy(
     vocab_size: int | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """todo"""
+    """Entropy of the softmax of ``logits``, in nats.
+
+    Formula: ``H = -Σ_v p_v log p_v = log S - W / S`` with S = Σ_v e^(x_v - M) and W = Σ_v
+    e^(x_v - M) (x_v - M); gradient ``-p_v (log p_v + H)``.
+
+    Same as ``torch.distributions.Categorical(logits=logits.float()).entropy()`` on the full
+    vocabulary, but for -inf logits, which contribute 0.
+
+    Args:
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
+            the result. The softmax is of logits / temperature, gradients are for the logits.
+        vocab_size: columns from it on are padding: probability and gradient 0.
+        inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
+            backward raises (torch's "modified by an inplace operation"). Under
+            ``torch.compile`` the gradient is a new tensor all the same.
+
+    Returns:
+        ``[*]``, fp32 (fp64 for fp64 logits), never negative; a DTensor where the logits are one:
+
+    ==================================  =====================================
+    mesh dim that places the logits as  places ``temperature`` and the result as
+    ==================================  =====================================
+    ``Shard(-1)`` (at most one)         ``Replicate()``
+    ``Shard(d)`` of a leading dim       ``Shard(d)``
+    ``Replicate()``                     ``Replicate()``
+    ==================================  =====================================
+
+    Communication: one all-gather of 4 numbers a row over the vocabulary's mesh dim forward, none
+    backward, none where V is not sharded over several ranks.
+
+    Rows: NaN for a row that is wholly -inf (its gradient is 0) or that holds NaN or +inf (its
+    gradient is NaN). Gradient exactly 0 where the upstream one is 0, whatever the row holds.
+
+    Raises:
+        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
+            or options out of bounds. Both before anything is communicated, alike on all ranks.
+        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
+            device, which does not wait for it.
+    """
     vocabulary = check_logits("entropy", logits, vocab_size)
     temperature = check_temperature("entropy", temperature, logits)
     check_inplace_backward("entropy", inplace_backward, logits)

@@ -232,7 +232,40 @@ def js_div(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """todo"""
+    """Generalised Jensen-Shannon divergence of the softmaxes of two logits.
+
+    Formula: with t, s the softmax of teacher and student and m = β t + (1 - β) s,
+    ``β KL(t || m) + (1 - β) KL(s || m)`` for 0 < β < 1, with the gradients
+    ``(1 - β) s (log s/m - KL(s || m))`` and ``β t (log t/m - KL(t || m))``; KL(t || s) at β = 0
+    and KL(s || t) at β = 1.
+
+    Source: Agarwal et al., On-Policy Distillation of Language Models,
+    https://arxiv.org/abs/2306.13649, section 2.
+
+    Args:
+        student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        teacher: like ``student`` in shape, mesh and placements; its dtype may be another.
+        beta: the weight β of the teacher, 0 <= β <= 1.
+        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
+            the result. The softmax is of logits / temperature, gradients are for the logits.
+        vocab_size: columns from it on are padding: probability and gradient 0.
+
+    Returns:
+        ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits; gradients,
+        dtypes and placements as those of :func:`kl_div`.
+
+    Communication: two all-gathers, of 6 and of 2 numbers a row, over the vocabulary's mesh dim
+    forward (one at β = 0 and 1), none backward, none where V is not sharded over several ranks.
+
+    Rows: finite where one masks what the other does not (for 0 < β < 1); else those of
+    :func:`kl_div`.
+
+    Raises:
+        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
+            or options out of bounds. Both before anything is communicated, alike on all ranks.
+        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
+            device, which does not wait for it.
+    """
     if not isinstance(beta, (int, float)) or isinstance(beta, bool):
         raise TypeError(f"js_div: expected beta to be a float, got {type(beta).__name__}")
     if not 0 <= beta <= 1:

@@ -219,7 +219,49 @@ def kl_div(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """todo"""
+    """Kullback-Leibler divergence of the softmaxes of two logits, over the whole vocabulary.
+
+    Formula: with t, s the softmax of teacher and student, forward
+    ``KL(t || s) = Σ_v t_v (log t_v - log s_v)``, reverse ``KL(s || t)``. The gradient of KL(A || B)
+    is ``p_A (log p_A - log p_B - KL)`` in A's logits and ``p_B - p_A`` in B's. No factor of
+    temperature² is applied.
+
+    Same as ``F.kl_div(log_softmax(student), log_softmax(teacher), log_target=True,
+    reduction="none").sum(-1)``, arguments swapped for reverse, but for -inf logits.
+
+    Args:
+        student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        teacher: like ``student`` in shape, mesh and placements; its dtype may be another.
+        reverse: KL(s || t) in place of KL(t || s).
+        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
+            the result. The softmax is of logits / temperature, gradients are for the logits.
+        vocab_size: columns from it on are padding: probability and gradient 0.
+
+    Returns:
+        ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits. Gradients
+        flow to those of the two that need one, each in its own dtype; a DTensor where they are:
+
+    ==================================  =====================================
+    mesh dim that places the logits as  places ``temperature`` and the result as
+    ==================================  =====================================
+    ``Shard(-1)`` (at most one)         ``Replicate()``
+    ``Shard(d)`` of a leading dim       ``Shard(d)``
+    ``Replicate()``                     ``Replicate()``
+    ==================================  =====================================
+
+    Communication: one all-gather of 6 numbers a row over the vocabulary's mesh dim forward, none
+    backward, none where V is not sharded over several ranks.
+
+    Rows: a token that is -inf in both contributes 0. +inf, with gradient 0 for both, where A is
+    not -inf on a token that B masks with -inf. NaN where either row is wholly -inf (gradient 0)
+    or holds NaN or +inf (gradient NaN). Gradient exactly 0 where the upstream one is 0.
+
+    Raises:
+        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
+            or options out of bounds. Both before anything is communicated, alike on all ranks.
+        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
+            device, which does not wait for it.
+    """
     vocabulary = check_logits("kl_div", student, vocab_size, "student")
     check_logits("kl_div", teacher, vocab_size, "teacher")
     check_pair("kl_div", student, teacher)

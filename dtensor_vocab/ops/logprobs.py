@@ -153,7 +153,49 @@ def logprobs(
     vocab_size: int | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """todo"""
+    """Log-probabilities of given tokens: log softmax of ``logits``, at ``index``.
+
+    Formula: ``(x[index] - M) - log S`` with M the maximum and S = Σ_v e^(x_v - M) over the whole
+    vocabulary; gradient ``Σ_k g_k (1[v = index_k] - p_v)``.
+
+    Same as ``torch.log_softmax(logits.float(), -1).gather(-1, index)`` on the full vocabulary.
+
+    Args:
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        index: ids ``[*]`` or ``[*, K]``, int32 or int64, Tensor or DTensor. A plain tensor beside
+            DTensor logits is the same global tensor on every rank. Ids may repeat.
+        ignore_index: ids equal to it give 0 and no gradient; None ignores nothing.
+        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
+            ``index``. The softmax is of logits / temperature, gradients are for the logits.
+        vocab_size: columns from it on are padding: probability and gradient 0.
+        inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
+            backward raises (torch's "modified by an inplace operation"). Under
+            ``torch.compile`` the gradient is a new tensor all the same.
+
+    Returns:
+        fp32 (fp64 for fp64 logits), shaped as ``index``; a DTensor where the logits are one:
+
+    ==================================  =====================================
+    mesh dim that places the logits as  places ``index`` and the result as
+    ==================================  =====================================
+    ``Shard(-1)`` (at most one)         ``Replicate()``
+    ``Shard(d)`` of a leading dim       ``Shard(d)``
+    ``Replicate()``                     ``Replicate()``
+    ==================================  =====================================
+
+    Communication: one all-gather of 3 + K numbers a row over the vocabulary's mesh dim forward,
+    none backward, none where V is not sharded over several ranks.
+
+    Rows: -inf for an id whose logit is -inf; NaN for a row that is wholly -inf (its gradient is
+    0) or that holds NaN or +inf (its gradient is NaN). Gradient exactly 0 where the upstream one
+    is 0 or the id ignored, whatever the row holds.
+
+    Raises:
+        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
+            or options out of bounds. Both before anything is communicated, alike on all ranks.
+        RuntimeError: on every rank, for an id out of range on any of them or shards that do not fit
+            together; by an assertion on the device, which does not wait for it.
+    """
     vocabulary = check_logits("logprobs", logits, vocab_size)
     index = check_ids("logprobs", index, logits)
     check_ignore_index("logprobs", ignore_index)

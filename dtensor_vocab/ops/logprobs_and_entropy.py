@@ -190,7 +190,30 @@ def logprobs_and_entropy(
     vocab_size: int | None = None,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """todo"""
+    """``(logprobs(logits, index), entropy(logits))`` from one read of the logits.
+
+    Their gradients, also of one of them alone, come from one read and one write.
+
+    Args:
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        index: ids ``[*]`` or ``[*, K]``, int32 or int64, as in :func:`logprobs`.
+        ignore_index: ids equal to it have log-probability 0 without a gradient; the entropy counts.
+        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
+            ``index``. The softmax is of logits / temperature, gradients are for the logits.
+        vocab_size: columns from it on are padding: probability and gradient 0.
+        inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
+            backward raises (torch's "modified by an inplace operation"). Under
+            ``torch.compile`` the gradient is a new tensor all the same.
+
+    Returns:
+        log-probabilities, shaped as ``index``, and entropies ``[*]``; dtype and placements as
+        those of :func:`logprobs` and :func:`entropy`.
+
+    Communication: one all-gather of 4 + K numbers a row over the vocabulary's mesh dim forward,
+    none backward, none where V is not sharded over several ranks.
+
+    Rows, errors: those of :func:`logprobs` and :func:`entropy`.
+    """
     name = "logprobs_and_entropy"
     vocabulary = check_logits(name, logits, vocab_size)
     index = check_ids(name, index, logits)

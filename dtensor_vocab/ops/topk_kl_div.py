@@ -235,7 +235,46 @@ def topk_kl_div(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """todo"""
+    """The part of a KL divergence that is on K tokens which the teacher names.
+
+    Formula: with p_k = softmax(student)[ids_k], q_k = e^(teacher_logprobs_k), P = Σ p_k, Q = Σ q_k,
+    forward ``Σ_k q_k (log q_k - log p_k)``, reverse ``Σ_k p_k (log p_k - log q_k)``. With ``tail``
+    the rest of both is one more token, ``+ (1 - Q) log((1 - Q) / (1 - P))`` or
+    ``+ (1 - P) log((1 - P) / (1 - Q))``, which makes a divergence of it. Temperature is the
+    student's alone.
+
+    Same as these sums on ``torch.log_softmax(student.float(), -1)`` of the full vocabulary.
+
+    Args:
+        student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        teacher_logprobs: ``[*, K]``, floating, normalised over the teacher's full vocabulary; such
+            as :func:`topk_logprobs` returns.
+        teacher_ids: ``[*, K]``, int32 or int64, distinct in a row; both as ``index`` of
+            :func:`logprobs`.
+        reverse: KL(student || teacher) in place of KL(teacher || student).
+        tail: add the bucket of all other tokens.
+        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
+            the result. The softmax is of logits / temperature, gradients are for the logits.
+        vocab_size: columns from it on are padding: probability and gradient 0.
+
+    Returns:
+        ``[*]``, fp32 (fp64 for fp64 logits), with ``tail`` never negative; placed as the result of
+        :func:`entropy`. Gradients flow to ``student`` and ``teacher_logprobs``.
+
+    Communication: one all-gather of 3 + K numbers a row (5 + K with ``tail``) over the vocabulary's
+    mesh dim forward, none backward, none where V is not sharded over several ranks.
+
+    Rows: +inf, with gradient 0 for both, where one has mass on a named token, or in the tail, that
+    the other masks; NaN where the student's is wholly -inf (gradient 0) or holds NaN or +inf.
+    1 - Q is known no better than to the rounding of ``teacher_logprobs``: it counts as at least
+    1/16 of their eps.
+
+    Raises:
+        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
+            or options out of bounds. Both before anything is communicated, alike on all ranks.
+        RuntimeError: on every rank, for an id out of range on any of them or shards that do not fit
+            together; by an assertion on the device, which does not wait for it.
+    """
     name = "topk_kl_div"
     vocabulary = check_logits(name, student, vocab_size, "student")
     ids = check_ids(name, teacher_ids, student, "teacher_ids", (("K",),))

@@ -156,7 +156,34 @@ def topk_logprobs(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """todo"""
+    """Log-probabilities and ids of the ``k`` likeliest tokens of each row.
+
+    Same as ``torch.log_softmax(logits.float(), -1).sort(dim=-1, descending=True, stable=True)``,
+    cut to k: normalised over the whole vocabulary, ties to the lower id. The result does not
+    depend on the number of ranks. Gradient as that of :func:`logprobs` at the ids.
+
+    Args:
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        k: 0 <= k <= the size of the vocabulary; it may exceed a shard.
+        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
+            the result. The softmax is of logits / temperature, gradients are for the logits.
+        vocab_size: columns from it on are padding: probability and gradient 0.
+
+    Returns:
+        log-probabilities ``[*, k]``, fp32 (fp64 for fp64 logits), and ids ``[*, k]``, int64;
+        placed as the result of :func:`logprobs`.
+
+    Communication: one all-gather of 3 + 2 k numbers a row over the vocabulary's mesh dim forward,
+    none backward, none where V is not sharded over several ranks.
+
+    Rows: those of :func:`logprobs`; the ids of a row that holds NaN are unspecified.
+
+    Raises:
+        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
+            or options out of bounds. Both before anything is communicated, alike on all ranks.
+        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
+            device, which does not wait for it.
+    """
     vocabulary = check_logits("topk_logprobs", logits, vocab_size)
     check_k("topk_logprobs", k, vocabulary)
     temperature = check_temperature("topk_logprobs", temperature, logits)
