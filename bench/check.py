@@ -1,0 +1,71 @@
+"""Checks what a provider returns against fp64 on the full vocabulary, before it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bench.inputs import local_part, placement, vocab_dim
+from bench.ops import Op, as_tuple
+
+__all__ = ["check", "sample"]
+
+CHECKED_ROWS = 64
+VALUE = {"rtol": 1e-5, "atol": 1e-4}
+ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-4, torch.float64: 1e-9}
+"""Relative tolerance of a gradient that was computed in fp32 and rounded to this dtype."""
+
+
+def sample(op: Op, full: Tensor) -> Tensor:
+    """A copy of what is checked of an input, or of a tensor with its rows: first to last."""
+    if op.couples_rows:
+        return full.detach().clone()
+    count = 2 if op.sliced else min(CHECKED_ROWS, full.shape[0])
+    rows = torch.linspace(0, full.shape[0] - 1, count, dtype=torch.float64).long()
+    return full.detach()[rows.to(full.device)]
+
+
+def check(
+    op: Op,
+    samples: dict[str, Tensor],
+    outputs: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+) -> None:
+    """Raises where outputs, or gradients for ``upstream``, are not those of ``op.naive``."""
+    inputs = {name: _wide(values) for name, values in samples.items()}
+    leaves = [inputs[name].requires_grad_() for name in op.gradients]
+    expected = as_tuple(op.naive(**inputs))
+    for output, value in zip(outputs, expected, strict=True):
+        _compare("value", sample(op, _local(output)), value, **VALUE)
+    if not leaves:
+        return
+    kept = [value for value in expected if value.requires_grad]
+    grads = [_wide(sample(op, _local(grad))) for grad in upstream]
+    for name, gradient, exact in zip(
+        op.gradients, gradients, torch.autograd.grad(kept, leaves, grads), strict=True
+    ):
+        dim = vocab_dim(name, exact)
+        if isinstance(gradient, DTensor):
+            exact = exact if dim is None else local_part(exact, dim, gradient.device_mesh)
+            gradient = gradient.redistribute(placements=[placement(dim)]).to_local()
+        tolerance = {"rtol": ROUNDING[gradient.dtype], "atol": 1e-5 * float(exact.abs().max())}
+        _compare(f"gradient of {name}", sample(op, gradient), exact, **tolerance)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A replicated tensor as a plain one."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype.is_floating_point else tensor
+
+
+def _compare(what: str, got: Tensor, expected: Tensor, **tolerance: float) -> None:
+    torch.testing.assert_close(
+        _wide(got), _wide(expected.detach()), **tolerance, msg=lambda text: f"wrong {what}: {text}"
+    )

@@ -1,0 +1,124 @@
+"""The bench runs, measures memory right and takes no wrong value; the memory floor it shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtensor_vocab as dv
+from bench import naive, peak
+from bench.cases import SMALL, Case, Run, groups
+from bench.measure import BenchError, measure
+from bench.ops import GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, OPS, OURS, Op
+from bench.report import gradient_bytes
+from bench.worker import Measured
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[1]
+
+
+def test_quick(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    command = [sys.executable, "-m", "bench", "--quick", "--device", "cpu", "--json", file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(file.read_text())["results"]
+    providers = [(row["op"], row["ranks"], row["provider"]) for row in results]
+    assert providers == [
+        ("logprobs", 1, OURS),
+        ("logprobs", 1, IN_PLACE),
+        ("logprobs", 1, NAIVE),
+        ("logprobs", 1, "naive compiled"),
+        ("kl_div", 1, OURS),
+        ("kl_div", 1, NAIVE),
+        ("kl_div", 1, "naive compiled"),
+        ("logprobs", 2, OURS),
+        ("logprobs", 2, GATHER),
+        ("logprobs", 2, LOSS_PARALLEL),
+        ("kl_div", 2, OURS),
+        ("kl_div", 2, GATHER),
+    ]
+    for row in results:
+        assert row["time (ms)"] > 0 and row["of copy bandwidth"] > 0 and row["to naive"] > 0
+        assert f"{row['time (ms)']:.2f}" in done.stdout
+
+
+def test_every_public_op_is_measured() -> None:
+    assert {op.family for op in OPS.values()} == {*dv.__all__, "step"}
+
+
+# ------------------------------------------------------------------ wrong values
+
+
+def twice_the_gradient(logits: Tensor, index: Tensor) -> Tensor:
+    log_p = naive.logprobs(logits, index)
+    return 2 * log_p - log_p.detach()
+
+
+def half_the_vocabulary(logits: Tensor, index: Tensor) -> Tensor:
+    picked = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return picked - logits[:, : logits.shape[-1] // 2].logsumexp(-1)
+
+
+def last_row_wrong(logits: Tensor, index: Tensor) -> Tensor:
+    return naive.logprobs(logits, torch.cat([index[:-1], 9 - index[-1:]]))
+
+
+@pytest.mark.parametrize(
+    "provider, message",
+    [
+        (twice_the_gradient, "wrong gradient of logits"),
+        (half_the_vocabulary, "wrong value"),
+        (last_row_wrong, "wrong value"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_wrong_values_are_not_timed(
+    provider: Callable[..., Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPS, "op", Op("op", provider, naive.logprobs, 3))
+    case = Case("op", (8, 10), "float32")
+    Measured(Run(case, NAIVE), None, torch.device("cpu"))
+    with pytest.raises(AssertionError, match=message):
+        Measured(Run(case, OURS), None, torch.device("cpu"))
+
+
+def test_an_error_in_a_process_is_raised() -> None:
+    run = Run(Case("logprobs", (8, 10), "float32", ranks=2), "no such provider")
+    with pytest.raises(BenchError, match=r"logprobs 8 x 10 .*no such provider(.|\n)*KeyError"):
+        measure((run,), "cpu", rounds=1)
+
+
+# ------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("way", [peak._resident_peak, peak._sampled_peak])
+def test_peak_of_a_known_allocation(way: Callable[[], object]) -> None:
+    with way() as grown:
+        first = torch.ones(16 * MIB)
+        second = torch.ones(8 * MIB)
+        del first, second
+        third = torch.ones(4 * MIB)
+    assert third.numel() and abs(grown() / MIB - 96) < 2
+
+
+def floor_runs() -> Iterator[Run]:
+    for group in groups(2048, 16032, "bfloat16", ranks=1):
+        for run in group:
+            main = run.case == group[0].case and run.case.shape != SMALL
+            if main and run.provider in (OURS, IN_PLACE):
+                yield run
+    yield Run(Case("logprobs", (1024, 32064), "bfloat16", ranks=2), OURS)
+
+
+@pytest.mark.parametrize("run", [*floor_runs()], ids=lambda run: f"{run.case}, {run.provider}")
+def test_no_more_memory_than_the_gradient(run: Run) -> None:
+    (result,) = measure((run,), "cpu", rounds=1)
+    assert result.peak <= gradient_bytes(run) + 2 * MIB
