@@ -37,6 +37,8 @@ class Op:
     options: Mapping[str, Any] = field(default_factory=dict)
     collectives: int = 1
     """Forward, where the vocabulary is sharded."""
+    constant: bool = False
+    """Has no gradients at all."""
 
     def __call__(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
         return _as_tuple(getattr(dv, self.name)(*inputs, **{**self.options, **options}))
@@ -57,18 +59,28 @@ class Op:
         return tuple(name for name in self.arguments if name in LOGITS)
 
     @property
-    def takes_ids(self) -> bool:
-        return any(name in IDS for name in self.arguments)
+    def ids_name(self) -> str | None:
+        """The argument with ids, of which some may be ignored."""
+        return next((name for name in self.arguments if name in ("index", "target")), None)
 
     @property
-    def scalar(self) -> bool:
-        return self.options.get("reduction", "none") != "none"
+    def differentiable(self) -> tuple[str, ...]:
+        names = () if self.constant else (*LOGITS, "teacher_logprobs")
+        return tuple(name for name in self.arguments if name in names)
+
+    @property
+    def reduces_rows(self) -> bool:
+        return self.name == "cross_entropy" and self.options.get("reduction", "mean") != "none"
+
+    def within(self, vocab: int) -> Op:
+        """The same for a vocabulary that may be smaller than k."""
+        return self.with_options(k=min(self.options["k"], vocab)) if "k" in self.options else self
 
 
 LOGITS = ("logits", "student", "teacher")
-IDS = ("index", "target")
+TOP_TEACHER = ("student", "teacher_logprobs", "teacher_ids")
 
-_ALL = [
+OPS = [
     Op("logprobs", ("logits", "index")),
     Op("logprobs", ("logits", "index"), ids=(3,)),
     Op("entropy", ("logits",)),
@@ -77,12 +89,16 @@ _ALL = [
     Op("kl_div", ("student", "teacher"), options={"reverse": True}),
     Op("js_div", ("student", "teacher"), options={"beta": 0.3}, collectives=2),
     Op("cross_entropy", ("logits", "target"), options={"reduction": "none"}),
-    Op("topk_logprobs", ("logits",), options={"k": 3}, collectives=2),
+    Op("cross_entropy", ("logits", "target"), options={"reduction": "mean", "z_loss": 0.1}),
+    Op("topk_logprobs", ("logits",), options={"k": 3}),
+    Op("argmax", ("logits",), constant=True),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,)),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}),
 ]
-OPS = [op for op in _ALL if hasattr(dv, op.name)]
 PAIRS = [op for op in OPS if len(op.logits) == 2]
-WITH_IDS = [op for op in OPS if op.takes_ids]
-WITHOUT_K = [op for op in OPS if not op.ids]
+WITH_IDS = [op for op in OPS if op.ids_name]
+ROW_BY_ROW = [op for op in OPS if not op.reduces_rows]
 
 
 def named(*names: str) -> list[Op]:
@@ -110,6 +126,11 @@ class Layout(NamedTuple):
             else Replicate()
             for p in self.placements
         )
+
+    @property
+    def nowhere(self) -> tuple[Placement, ...]:
+        """Sharded on no mesh dim."""
+        return (Replicate(),) * len(self.mesh)
 
     def shards_vocab(self, ndim: int) -> bool:
         """Whether more than one rank has a share of the vocabulary."""
@@ -140,6 +161,12 @@ def draw(
         if name in LOGITS:
             logits = torch.randn(*rows, vocab, generator=generator, dtype=torch.float64)
             inputs[name] = (2 * logits).to(dtype)
+        elif name == "teacher_logprobs":
+            logits = torch.randn(*rows, vocab, generator=generator, dtype=torch.float64)
+            best = logits.log_softmax(-1).topk(min(op.ids[0], vocab))
+            inputs[name] = best.values.to(dtype if dtype == torch.float64 else torch.float32)
+        elif name == "teacher_ids":
+            inputs[name] = best.indices
         else:
             inputs[name] = torch.randint(vocab, (*rows, *op.ids), generator=generator)
     return inputs
@@ -178,10 +205,10 @@ def expect(
     ``edit`` is what the caller does to an output before its gradient comes.
     """
     leaves = {
-        name: value.detach().double().requires_grad_() if name in op.logits else value
+        name: value.detach().double().requires_grad_() if name in op.differentiable else value
         for name, value in inputs.items()
     }
-    outputs = tuple(edit(out) if edit else out for out in op.oracle(*leaves.values(), **options))
+    outputs = _edited(op.oracle(*leaves.values(), **options), edit)
     grads = upstream(outputs) if grads is None else grads
     pairs = [
         (out, grad.double())
@@ -193,7 +220,7 @@ def expect(
     gradients = {
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         for name, leaf in leaves.items()
-        if name in op.logits
+        if name in op.differentiable
     }
     return Expected(tuple(out.detach() for out in outputs), gradients, grads)
 
@@ -228,12 +255,12 @@ def observe(
         name: place(name, value, mesh, layout, inputs) if isinstance(value, Tensor) else value
         for name, value in options.items()
     }
-    needs = op.logits if needs is None else needs
+    needs = op.differentiable if needs is None else needs
     for name in needs:
         placed[name].requires_grad_()
     with Collectives() as forward:
         outputs = op(*placed.values(), **options)
-    outputs = tuple(edit(out) if edit else out for out in outputs)
+    outputs = _edited(outputs, edit)
     grads = [
         grad if grad is None else grad.to(out.dtype)
         for grad, out in zip(grads, outputs, strict=True)
@@ -294,13 +321,17 @@ def compare(
         if value.dtype.is_floating_point:
             assert out.dtype == (torch.float64 if wide else torch.float32)
         assert out.is_contiguous()
-        _assert_placed(out, value, layout, layout and layout.rows(ndim))
+        placements = layout and (layout.rows(ndim) if value.dim() else layout.nowhere)
+        _assert_placed(out, value, layout, placements)
     for name, grad in observed.gradients.items():
         assert grad is not None, f"no gradient of {name}"
         assert grad.dtype == inputs[name].dtype
-        _assert_placed(grad, expected.gradients[name], layout, layout and layout.placements, True)
+        placements = layout and (layout.placements if name in LOGITS else layout.rows(ndim))
+        _assert_placed(grad, expected.gradients[name], layout, placements, True)
     sharded = layout is not None and layout.shards_vocab(ndim)
-    oracle.assert_collectives(observed.forward, op.collectives if sharded else 0)
+    across_rows = layout is not None and op.reduces_rows and layout.rows(ndim) != layout.nowhere
+    if not across_rows:
+        oracle.assert_collectives(observed.forward, op.collectives if sharded else 0)
     oracle.assert_collectives(observed.backward, 0)
 
 
@@ -336,6 +367,14 @@ def assert_placement(
         for each in (placements, actual.placements)
     )
     assert got == wanted, f"placements {got}, expected {wanted}"
+
+
+def _edited(
+    outputs: tuple[Tensor, ...], edit: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, ...]:
+    if edit is None:
+        return outputs
+    return tuple(edit(out) if out.dtype.is_floating_point else out for out in outputs)
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:

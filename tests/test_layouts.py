@@ -45,8 +45,7 @@ def test_meshes(op: Op, layout: Layout) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_shares_of_the_vocabulary(op: Op, ranks: int, vocab: int) -> None:
-    if op.options.get("k", 0) > vocab:
-        op = op.with_options(k=vocab)
+    op = op.within(vocab)
     check(op, draw(op, vocab=vocab), tp(ranks))
 
 

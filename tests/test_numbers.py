@@ -12,6 +12,7 @@ import dtensor_vocab as dv
 from tests.ops import (
     OPS,
     PAIRS,
+    ROW_BY_ROW,
     WITH_IDS,
     Inputs,
     Layout,
@@ -86,18 +87,18 @@ def test_every_id_of_special_rows(op: Op, layout: Layout | None) -> None:
     """Among them ids whose logit is -inf in a row that is otherwise sound."""
     rows = torch.tensor(list(ROWS.values()))
     inputs = draw(op, rows.shape, vocab=8)
-    inputs[op.logits[0]] = rows.unsqueeze(1).expand(-1, 8, -1).contiguous()
+    inputs["logits"] = rows.unsqueeze(1).expand(-1, 8, -1).contiguous()
     ids = torch.arange(8).expand(len(ROWS), 8)
     if op.ids:
         ids = (ids.unsqueeze(-1) + torch.arange(*op.ids)) % 8
-    check(op, {**inputs, op.arguments[1]: ids.contiguous()}, layout)
+    check(op, {**inputs, op.ids_name: ids.contiguous()}, layout)
 
 
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_no_gradient_means_zero_whatever_the_row_holds(op: Op, layout: Layout | None) -> None:
     inputs = special(op)
-    grads = [torch.zeros_like(out, dtype=torch.float32) for out in expect(op, inputs).outputs]
+    grads = [None if grad is None else torch.zeros_like(grad) for grad in quarter(op, inputs)]
     observed = check(op, inputs, layout, grads)
     for grad in observed.gradients.values():
         assert all((local == 0).all() for local in parts(grad).values())
@@ -108,7 +109,7 @@ def test_no_gradient_means_zero_whatever_the_row_holds(op: Op, layout: Layout | 
 def test_ignored_ids_are_zero_whatever_comes(op: Op, layout: Layout | None) -> None:
     """Value 0 and gradient 0 in rows of NaN or -inf, for a NaN upstream too."""
     inputs = special(op)
-    inputs[op.arguments[1]].fill_(-100)
+    inputs[op.ids_name].fill_(-100)
     outputs = expect(op, inputs).outputs
     grads = [torch.full(out.shape, NAN) for out in outputs[:1]]
     grads += [torch.zeros(out.shape) for out in outputs[1:]]
@@ -135,7 +136,7 @@ def test_rows_that_the_caller_masks(op: Op, mask: str, layout: Layout | None) ->
 
 
 @WHOLE_OR_SHARDED
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", ROW_BY_ROW, ids=str)
 def test_sound_row_is_as_alone(op: Op, layout: Layout | None) -> None:
     """A row's bytes do not depend on what lies beside it."""
     inputs = draw(op, (3,), vocab=8)
@@ -144,7 +145,7 @@ def test_sound_row_is_as_alone(op: Op, layout: Layout | None) -> None:
     grads = quarter(op, inputs)
     beside = check(op, inputs, layout, grads)
     inputs = {name: value[:1] for name, value in inputs.items()}
-    alone = check(op, inputs, layout, [grad[:1] for grad in grads])
+    alone = check(op, inputs, layout, [None if grad is None else grad[:1] for grad in grads])
     for one, other in zip(
         [*alone.outputs, *alone.gradients.values()],
         [*beside.outputs, *beside.gradients.values()],
@@ -156,7 +157,7 @@ def test_sound_row_is_as_alone(op: Op, layout: Layout | None) -> None:
 
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("offset", [1e4, -1e4])
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", [op for op in OPS if "z_loss" not in op.options], ids=str)
 def test_common_offset_costs_nothing(op: Op, offset: float, layout: Layout | None) -> None:
     inputs = draw(op, vocab=8)
     for name in op.logits:  # steps that are exact at 1e4 too
@@ -169,9 +170,12 @@ def test_common_offset_costs_nothing(op: Op, offset: float, layout: Layout | Non
             assert_values(local.detach(), value, tolerance=1e-6)
 
 
-def quarter(op: Op, inputs: Inputs) -> list[Tensor]:
+def quarter(op: Op, inputs: Inputs) -> list[Tensor | None]:
     """A small upstream gradient, where KLs are in the hundreds and the tolerance is absolute."""
-    return [torch.full(out.shape, 0.25) for out in expect(op, inputs).outputs]
+    return [
+        torch.full(out.shape, 0.25) if out.dtype.is_floating_point else None
+        for out in expect(op, inputs).outputs
+    ]
 
 
 # ------------------------------------------------------------------ empty and masked shards
@@ -180,11 +184,11 @@ def quarter(op: Op, inputs: Inputs) -> list[Tensor]:
 @pytest.mark.parametrize("vocab, ranks", [(5, 4), (2, 4), (10, 8)])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_empty_shards(op: Op, vocab: int, ranks: int, eager_kernels: None) -> None:
-    if op.options.get("k", 0) > vocab:
-        op = op.with_options(k=vocab)
+    op = op.within(vocab)
     observed = check(op, draw(op, (4,), vocab), tp(ranks))
-    for grad in observed.gradients.values():
-        assert parts(grad)[ranks - 1].shape == (4, 0)
+    for name in op.logits:
+        if name in op.differentiable:
+            assert parts(observed.gradients[name])[ranks - 1].shape == (4, 0)
 
 
 # ------------------------------------------------------------------ entropy and divergences

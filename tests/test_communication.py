@@ -1,0 +1,101 @@
+"""What is sent: how often, how much, and that neither depends on what a rank alone knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, tp
+from tests.ranks import Collective
+
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
+AT_MOST = {
+    "logprobs": 1,
+    "entropy": 1,
+    "logprobs_and_entropy": 1,
+    "kl_div": 1,
+    "cross_entropy": 1,
+    "js_div": 2,
+    "topk_logprobs": 2,
+    "argmax": 2,
+    "topk_kl_div": 2,
+}
+
+
+def sent(op: Op, layout: Layout, vocab: int = 16, rows: tuple[int, ...] = (6,), **how: object):
+    """The collectives of a call; ``check`` has seen to it that there are none backward."""
+    return check(op, draw(op, rows, vocab), layout, **how).forward
+
+
+def floats(collectives: list[Collective]) -> int:
+    """The most that a rank gave to all of them together."""
+    return sum(
+        max(torch.Size(shape).numel() for shape in collective.payload.values())
+        for collective in collectives
+    )
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_so_many_collectives_and_no_more(op: Op) -> None:
+    assert 1 <= op.collectives <= AT_MOST[op.name]
+    for layout in (tp(2), tp(8), Layout((2, 2), (Replicate(), Shard(-1)))):
+        assert len(sent(op, layout)) == op.collectives
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [tp(1), Layout((2,), (Replicate(),)), Layout((2, 2), (Shard(0), Replicate()))],
+    ids=str,
+)
+@pytest.mark.parametrize("op", [op for op in OPS if not op.reduces_rows], ids=str)
+def test_none_where_each_rank_has_the_vocabulary(op: Op, layout: Layout) -> None:
+    assert sent(op, layout) == []
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_nothing_of_the_size_of_the_vocabulary(op: Op) -> None:
+    """The payload is a few numbers a row for any vocabulary."""
+    small, large = sent(op, tp(2), vocab=16), sent(op, tp(2), vocab=1024)
+    assert small == large
+    k = sum(op.ids) + 2 * op.options.get("k", 0)
+    assert floats(large) <= 6 * (8 + k)
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_one_payload_a_rank_whatever_its_shard(op: Op) -> None:
+    """Of a full, a short and an empty shard."""
+    for collective in sent(op, tp(4), vocab=5):
+        assert len(set(collective.payload.values())) == 1
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_as_much_whoever_needs_a_gradient(op: Op) -> None:
+    with_all = sent(op, tp(2))
+    for needs in [(), *((name,) for name in op.differentiable)]:
+        assert sent(op, tp(2), needs=needs) == with_all
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_as_much_whatever_the_values(op: Op) -> None:
+    usual = sent(op, tp(2))
+    inputs = draw(op, vocab=16)
+    for name in op.logits:
+        inputs[name][:3] = -torch.inf
+    if op.ids_name:
+        inputs[op.ids_name].fill_(-100)
+    assert check(op, inputs, tp(2)).forward == usual
+
+
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+def test_as_much_for_any_dtype_of_the_ids(op: Op) -> None:
+    inputs = draw(op, vocab=16)
+    inputs[op.ids_name] = inputs[op.ids_name].int()
+    assert check(op, inputs, tp(2)).forward == sent(op, tp(2))
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_as_often_without_rows(op: Op) -> None:
+    names = [collective.name for collective in sent(op, tp(2))]
+    assert [collective.name for collective in sent(op, tp(2), rows=(0,))] == names

@@ -1,0 +1,199 @@
+"""Temperature, padding of the vocabulary, and the options that single ops have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import dtensor_vocab as dv
+from tests.ops import OPS, Layout, Op, check, draw, expect, named, place, tp
+from tests.oracle import assert_values
+from tests.ranks import distribute, on_mesh, parts
+
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
+DP_TP = Layout((2, 2), (Shard(0), Shard(-1)))
+PLAIN_OR_MESH = pytest.mark.parametrize("layout", [None, tp(2), DP_TP], ids=str)
+WITH_TEMPERATURE = [op for op in OPS if op.name != "argmax"]
+
+
+# ------------------------------------------------------------------ temperature
+
+
+@PLAIN_OR_MESH
+@pytest.mark.parametrize("temperature", [0.7, 2, 100.0])
+@pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
+def test_temperature(op: Op, temperature: float, layout: Layout | None) -> None:
+    check(op, draw(op), layout, temperature=temperature)
+
+
+@PLAIN_OR_MESH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
+def test_temperature_by_position(op: Op, dtype: torch.dtype, layout: Layout | None) -> None:
+    temperature = torch.linspace(0.5, 2, 12).view(4, 3).to(dtype)
+    check(op, draw(op, (4, 3)), layout, temperature=temperature)
+
+
+@pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
+def test_plain_temperature_stands_for_the_same_on_every_rank(op: Op) -> None:
+    inputs = draw(op)
+    temperature = torch.linspace(0.5, 2, 6)
+    expected = expect(op, inputs, temperature=temperature)
+    with on_mesh((2,)) as mesh:
+        placed = [place(name, x, mesh, tp(2), inputs) for name, x in inputs.items()]
+        outputs = op(*placed, temperature=distribute(temperature, mesh, [Replicate()]))
+        again = op(*placed, temperature=temperature)
+    for out in (outputs[0], again[0]):
+        for local in parts(out).values():
+            assert_values(local, expected.outputs[0])
+
+
+@pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
+def test_temperature_of_one_row(op: Op) -> None:
+    """Logits [V] have a temperature of shape []."""
+    check(op, draw(op, ()), temperature=torch.tensor(0.5))
+    check(op, draw(op, ()), tp(2), temperature=torch.tensor(0.5))
+
+
+# ------------------------------------------------------------------ a padded vocabulary
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_padding_has_no_mass(op: Op, ranks: int) -> None:
+    """Whatever it holds; also where it fills a whole shard, and with a temperature."""
+    inputs = draw(op, vocab=7)
+    for name in op.logits:
+        inputs[name] = torch.nn.functional.pad(inputs[name], (0, 9), value=1e4)
+    check(op, inputs, None if ranks == 1 else tp(ranks), vocab_size=7)
+
+
+@pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
+def test_padding_and_temperature(op: Op) -> None:
+    inputs = draw(op, vocab=7)
+    for name in op.logits:
+        inputs[name] = torch.nn.functional.pad(inputs[name], (0, 3), value=torch.nan)
+    check(op, inputs, tp(2), vocab_size=7, temperature=torch.linspace(0.5, 2, 6))
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_nothing_is_padding(op: Op) -> None:
+    check(op, draw(op), tp(2), vocab_size=10)
+
+
+# ------------------------------------------------------------------ of single ops
+
+
+def options(name: str, **values: Any) -> Op:
+    op = named(name)[0]
+    return Op(op.name, op.arguments, op.ids, values, op.collectives)
+
+
+OPTIONS = [
+    *(options("js_div", beta=beta) for beta in (0.5, 0.1, 0.999)),
+    options("cross_entropy", reduction="sum"),
+    options("cross_entropy"),
+    *(
+        options("cross_entropy", reduction=reduction, label_smoothing=0.1, z_loss=z_loss)
+        for reduction in ("none", "mean")
+        for z_loss in (0.0, 1e-2)
+    ),
+    options("cross_entropy", reduction="none", label_smoothing=1.0),
+    *(options("topk_logprobs", k=k) for k in (0, 1, 10)),
+    options("topk_kl_div", reverse=True),
+]
+
+
+@PLAIN_OR_MESH
+@pytest.mark.parametrize("op", OPTIONS, ids=str)
+def test_options(op: Op, layout: Layout | None) -> None:
+    inputs = draw(op)
+    if op.ids_name:
+        inputs[op.ids_name][1::3] = -100
+    check(op, inputs, layout)
+
+
+@PLAIN_OR_MESH
+@pytest.mark.parametrize("op", [op for op in OPTIONS if op.name == "cross_entropy"], ids=str)
+def test_smoothing_is_over_the_true_vocabulary(op: Op, layout: Layout | None) -> None:
+    inputs = draw(op, vocab=7)
+    inputs["logits"] = torch.nn.functional.pad(inputs["logits"], (0, 3), value=50)
+    check(op, inputs, layout, vocab_size=7, temperature=0.5)
+
+
+@pytest.mark.parametrize("beta", [0, 1, 0.0, 1.0])
+def test_jensen_shannon_ends_in_kl(beta: float) -> None:
+    op = options("js_div", beta=beta)
+    for layout in (None, tp(2)):
+        inputs = draw(op)
+        expected = expect(op, inputs)
+        if layout is None:
+            out = op(*inputs.values())[0]
+        else:
+            with on_mesh((2,)) as mesh:
+                out = op(*(place(n, x, mesh, layout, inputs) for n, x in inputs.items()))[0]
+        for local in parts(out).values():
+            assert_values(local, expected.outputs[0])
+
+
+@pytest.mark.parametrize("layout", [None, tp(2), tp(3), tp(8)], ids=str)
+@pytest.mark.parametrize("op", named("topk_logprobs", "argmax"), ids=str)
+def test_ties_go_to_the_lower_id(op: Op, layout: Layout | None) -> None:
+    """Whichever shards they lie on: the result is the same for every number of ranks."""
+    logits = torch.tensor([0.0, 1, 1, 0, 2, 1, 2, 1, 0, 2]).repeat(3, 1)
+    logits[1] = 0
+    logits[2, ::2] = -torch.inf
+    check(op.with_options(k=6) if "k" in op.options else op, {"logits": logits}, layout)
+
+
+def test_mean_is_over_the_valid_positions_of_all_ranks() -> None:
+    """Data-parallel ranks with 3, 1, 0 and 2 of them."""
+    op = options("cross_entropy")
+    inputs = draw(op, (12,))
+    for ignored in (3, 4, 6, 7, 8, 10):
+        inputs["target"][ignored] = -100
+    check(op, inputs, Layout((4, 2), (Shard(0), Shard(-1))))
+
+
+def test_mean_over_no_position_is_zero() -> None:
+    logits = torch.randn(3, 8, requires_grad=True)
+    loss = dv.cross_entropy(logits, torch.full((3,), -100))
+    loss.backward()
+    assert loss == 0
+    assert logits.grad.equal(torch.zeros(3, 8))
+
+
+# ------------------------------------------------------------------ the teacher's top K
+
+
+@pytest.mark.parametrize("layout", [None, tp(2)], ids=str)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_tail_is_never_negative(reverse: bool, layout: Layout | None) -> None:
+    """Student and teacher nearly the same, most of the mass or all of it in the top K."""
+    spread = torch.logspace(-1, 2, 256).unsqueeze(-1)
+    student = torch.randn(256, 16) * spread
+    teacher = (student + 1e-5 * torch.randn(256, 16)).log_softmax(-1).topk(4)
+    op = options("topk_kl_div", tail=True, reverse=reverse)
+    inputs = {
+        "student": student,
+        "teacher_logprobs": teacher.values,
+        "teacher_ids": teacher.indices,
+    }
+    if layout is None:
+        inputs["student"].requires_grad_()
+        value = op(*inputs.values())[0]
+        value.sum().backward()
+        values, grads = [value], [student.grad]
+    else:
+        with on_mesh((2,)) as mesh:
+            placed = {n: place(n, x, mesh, layout, inputs) for n, x in inputs.items()}
+            placed["student"].requires_grad_()
+            value = op(*placed.values())[0]
+            value.sum().backward()
+        values, grads = parts(value).values(), parts(placed["student"].grad).values()
+    assert all(((local >= 0) & (local < 1e-3)).all() for local in values)
+    assert all((local.abs() < 1e-2).all() for local in grads)
