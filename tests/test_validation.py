@@ -1,0 +1,322 @@
+"""What is refused: the same error on every rank, before anything is communicated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+import dtensor_vocab as dv
+from tests.ops import OPS, PAIRS, WITH_IDS, Op, draw, named
+from tests.ranks import Collectives, distribute, from_parts, on_mesh, ranks_here
+
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
+ONE_EACH = list({op.name: op for op in OPS}.values())
+NOT_ARGMAX = [op for op in ONE_EACH if op.name != "argmax"]
+INPLACE = named("logprobs", "entropy", "logprobs_and_entropy", "cross_entropy")
+
+
+def refused(
+    kind: type[Exception], text: str, call: Callable[..., Any], *inputs: Any, **options: Any
+) -> None:
+    """A call that raises this text, from the function's name on, and sends nothing."""
+    with Collectives() as collectives, pytest.raises(kind, match=text) as error:
+        call(*inputs, **options)
+    assert type(error.value) is kind
+    assert collectives.seen == []
+
+
+def with_input(op: Op, name: str, value: Any) -> list[Any]:
+    return list({**draw(op), name: value}.values())
+
+
+# ------------------------------------------------------------------ types, dtypes and shapes
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+@pytest.mark.parametrize(
+    "value, kind, got",
+    [
+        ([[1.0, 2.0]], TypeError, "to be a Tensor or DTensor, got list"),
+        (
+            torch.zeros(6, 10, dtype=torch.int64),
+            TypeError,
+            "bfloat16, float32 or float64, got torch.int64",
+        ),
+        (torch.zeros(6, 10, dtype=torch.complex64), TypeError, "got torch.complex64"),
+        (torch.zeros(()), ValueError, "of shape [*, V] with V > 0, got ()"),
+        (torch.zeros(6, 0), ValueError, "of shape [*, V] with V > 0, got (6, 0)"),
+    ],
+    ids=["list", "int64", "complex", "0-d", "no column"],
+)
+def test_logits(op: Op, value: Any, kind: type[Exception], got: str) -> None:
+    for name in op.logits:
+        text = rf"^{op.name}: expected {name} .*{re.escape(got)}"
+        refused(kind, text, op, *with_input(op, name, value))
+
+
+IDS = [(op, op.arguments[-1]) for op in (*WITH_IDS[::2], *named("topk_kl_div")[:1])]
+
+
+@pytest.mark.parametrize("op, name", IDS, ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    "value, kind, got",
+    [
+        ([0] * 6, TypeError, "to be a Tensor or DTensor, got list"),
+        (torch.zeros(6, 3, dtype=torch.bool), TypeError, "of dtype int32 or int64, got torch.bool"),
+        (torch.zeros(6, 3), TypeError, "of dtype int32 or int64, got torch.float32"),
+        (
+            torch.zeros(6, 3, dtype=torch.int16),
+            TypeError,
+            "of dtype int32 or int64, got torch.int16",
+        ),
+        (torch.zeros(5, dtype=torch.int64), ValueError, "for logits of shape [6, 10], got [5]"),
+        (torch.zeros(1, 3, dtype=torch.int64), ValueError, "got [1, 3]"),
+        (torch.zeros(6, 1, 1, dtype=torch.int64), ValueError, "got [6, 1, 1]"),
+        (torch.zeros((), dtype=torch.int64), ValueError, "got []"),
+        (torch.zeros(6, 3, dtype=torch.int64, device="meta"), ValueError, "device"),
+    ],
+    ids=["list", "bool", "float", "int16", "too few", "one", "two axes", "0-d", "device"],
+)
+def test_ids(op: Op, name: str, value: Any, kind: type[Exception], got: str) -> None:
+    if isinstance(value, Tensor) and value.shape == (6, 3) and not op.ids:
+        value = value[:, 0]
+    text = rf"^{op.name}: expected {name} .*{re.escape(got)}"
+    refused(kind, text, op, *with_input(op, name, value))
+
+
+def test_only_logprobs_takes_k_ids() -> None:
+    target = torch.zeros(6, 3, dtype=torch.int64)
+    text = r"^cross_entropy: expected target of shape \[6\] for .*, got \[6, 3\]"
+    refused(ValueError, text, dv.cross_entropy, torch.zeros(6, 10), target)
+
+
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+def test_ignore_index(op: Op) -> None:
+    for value, got in ((-100.0, "float"), ("x", "str"), (True, "bool")):
+        text = rf"^{op.name}: expected ignore_index to be an int or None, got {got}"
+        refused(TypeError, text, op, *draw(op).values(), ignore_index=value)
+
+
+@pytest.mark.parametrize("op", NOT_ARGMAX, ids=str)
+@pytest.mark.parametrize(
+    "value, kind, got",
+    [
+        ("1", TypeError, "to be a float or a Tensor, got str"),
+        (None, TypeError, "got NoneType"),
+        (True, TypeError, "got bool"),
+        (0, ValueError, "got 0"),
+        (-1.5, ValueError, "got -1.5"),
+        (float("nan"), ValueError, "got nan"),
+        (float("inf"), ValueError, "got inf"),
+        (torch.ones(6, dtype=torch.int64), TypeError, "of a floating dtype, got torch.int64"),
+        (torch.ones(6, 1), ValueError, "of shape [6] for logits of shape [6, 10], got [6, 1]"),
+        (torch.ones(()), ValueError, "got []"),
+        (torch.ones(6, requires_grad=True), ValueError, "detach"),
+    ],
+    ids=["str", "None", "bool", "0", "-", "NaN", "inf", "int64", "shape", "0-d", "grad"],
+)
+def test_temperature(op: Op, value: Any, kind: type[Exception], got: str) -> None:
+    text = rf"^{op.name}: expected .*temperature.*{re.escape(got)}"
+    refused(kind, text, op, *draw(op).values(), temperature=value)
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+@pytest.mark.parametrize(
+    "value, kind, got",
+    [
+        (10.0, TypeError, "to be an int or None, got float"),
+        (True, TypeError, "got bool"),
+        (0, ValueError, "<= 10, the columns of"),
+        (-3, ValueError, "got -3"),
+        (11, ValueError, "got 11"),
+    ],
+    ids=["float", "bool", "0", "negative", "too many"],
+)
+def test_vocab_size(op: Op, value: Any, kind: type[Exception], got: str) -> None:
+    text = rf"^{op.name}: expected .*vocab_size.*{re.escape(got)}"
+    refused(kind, text, op, *draw(op).values(), vocab_size=value)
+
+
+@pytest.mark.parametrize(
+    "name, options, kind, text",
+    [
+        ("js_div", {"beta": -0.1}, ValueError, "expected 0 <= beta <= 1, got -0.1"),
+        ("js_div", {"beta": 1.5}, ValueError, "expected 0 <= beta <= 1, got 1.5"),
+        ("js_div", {"beta": "0"}, TypeError, "expected beta to be a float, got str"),
+        ("cross_entropy", {"reduction": "max"}, ValueError, "expected reduction .*got 'max'"),
+        (
+            "cross_entropy",
+            {"label_smoothing": 1.1},
+            ValueError,
+            "expected 0 <= label_smoothing <= 1",
+        ),
+        ("cross_entropy", {"label_smoothing": None}, TypeError, "expected .* to be a float"),
+        ("cross_entropy", {"z_loss": -1.0}, ValueError, "expected 0 <= z_loss .*got -1.0"),
+        ("topk_logprobs", {"k": 11}, ValueError, "expected 0 <= k <= 10, .*got 11"),
+        ("topk_logprobs", {"k": -1}, ValueError, "expected 0 <= k <= 10, .*got -1"),
+        ("topk_logprobs", {"k": 3, "vocab_size": 2}, ValueError, "expected 0 <= k <= 2, .*got 3"),
+        ("topk_logprobs", {"k": 2.0}, TypeError, "expected k to be an int, got float"),
+    ],
+    ids=str,
+)
+def test_options(name: str, options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    op = named(name)[0]
+    refused(kind, rf"^{name}: {text}", op, *draw(op).values(), **options)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+@pytest.mark.parametrize("op", INPLACE, ids=str)
+def test_inplace_backward(op: Op, value: Any) -> None:
+    text = rf"^{op.name}: expected inplace_backward to be a bool"
+    refused(TypeError, text, op, *draw(op).values(), inplace_backward=value)
+
+
+@pytest.mark.parametrize(
+    "value, kind, got",
+    [
+        ([0.0], TypeError, "got list"),
+        (torch.zeros(6, 3, dtype=torch.int64), TypeError, "got torch.int64"),
+        (torch.zeros(6, 2), ValueError, "got"),
+    ],
+    ids=["list", "int64", "shape"],
+)
+def test_teacher_logprobs(value: Any, kind: type[Exception], got: str) -> None:
+    op = named("topk_kl_div")[0]
+    text = rf"^topk_kl_div: expected teacher_logprobs .*{got}"
+    refused(kind, text, op, *with_input(op, "teacher_logprobs", value))
+
+
+def test_teacher_ids_have_a_k_axis() -> None:
+    student, ids = torch.zeros(6, 10), torch.zeros(6, dtype=torch.int64)
+    text = r"^topk_kl_div: expected teacher_ids of shape \[6, K\]"
+    refused(ValueError, text, dv.topk_kl_div, student, torch.zeros(6), ids)
+
+
+# ------------------------------------------------------------------ placements
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], str]] = {
+    "Partial": ((2,), [Partial()], "Partial"),
+    "Partial beside Shard": ((2, 2), [Partial(), Shard(-1)], "Partial"),
+    "two mesh dims": ((2, 2), [Shard(1), Shard(-1)], "two mesh dims"),
+    "_StridedShard": ((2, 2), [_StridedShard(1, split_factor=2), Replicate()], "_StridedShard"),
+    "_StridedShard of rows": (
+        (2, 2),
+        [_StridedShard(0, split_factor=2), Shard(1)],
+        "_StridedShard",
+    ),
+}
+
+
+def zeros(mesh: DeviceMesh) -> dict[int, Tensor]:
+    return {rank: torch.zeros(4, 4) for rank in ranks_here(mesh)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_placements(op: Op, layout: str) -> None:
+    """The message names the function, the placements, the mesh and the cure."""
+    shape, placements, problem = LAYOUTS[layout]
+    inputs = draw(op, (8,), 8)
+    with on_mesh(shape) as mesh:
+        given = [
+            from_parts(zeros(mesh), mesh, placements, (8, 8))
+            if name in op.logits
+            else distribute(x, mesh, [Replicate()] * mesh.ndim)
+            for name, x in inputs.items()
+        ]
+        text = rf"^{op.name}: expected (?=.*{problem}).*redistribute"
+        with pytest.raises(ValueError, match=re.escape(str(mesh))):
+            op(*given)
+        refused(ValueError, text, op, *given)
+
+
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+def test_plain_rows_beside_sharded_ones_are_ambiguous(op: Op) -> None:
+    inputs = draw(op)
+    with on_mesh((2, 2)) as mesh:
+        logits = distribute(inputs["logits"], mesh, [Shard(0), Shard(-1)])
+        ids = inputs[op.ids_name]
+        text = rf"^{op.name}: expected {op.ids_name} to be a DTensor.*from_local"
+        refused(ValueError, text, op, logits, ids)
+        refused(ValueError, text, op, logits, ids[:3])
+
+
+@pytest.mark.parametrize("op", NOT_ARGMAX, ids=str)
+def test_plain_temperature_beside_sharded_rows_is_ambiguous(op: Op) -> None:
+    inputs = draw(op)
+    temperature = torch.ones(6)
+    with on_mesh((2,)) as mesh:
+        given = [distribute(x, mesh, [Shard(0)]) for x in inputs.values()]
+        text = rf"^{op.name}: expected temperature to be a DTensor"
+        refused(ValueError, text, op, *given, temperature=temperature)
+
+
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+def test_ids_of_another_kind_or_mesh(op: Op) -> None:
+    inputs = draw(op)
+    ids = inputs[op.ids_name]
+    with on_mesh((2, 2)) as mesh:
+        on_plane = distribute(ids, mesh, [Replicate(), Replicate()])
+    with on_mesh((4,)) as mesh:
+        logits = distribute(inputs["logits"], mesh, [Shard(-1)])
+        text = rf"^{op.name}: expected {op.ids_name} .*mesh"
+        refused(ValueError, text, op, logits, on_plane)
+        refused(ValueError, rf"^{op.name}: expected", op, inputs["logits"], on_plane)
+
+
+# ------------------------------------------------------------------ two inputs that don't fit
+
+
+@pytest.mark.parametrize("op", PAIRS[:3], ids=str)
+@pytest.mark.parametrize(
+    "teacher, got",
+    [
+        (torch.zeros(6, 12), "shape"),
+        (torch.zeros(1, 10), "shape"),
+        (torch.zeros(6, 10, device="meta"), "device"),
+    ],
+    ids=["columns", "rows", "device"],
+)
+def test_plain_pairs(op: Op, teacher: Tensor, got: str) -> None:
+    text = rf"^{op.name}: expected student and teacher of the same {got}"
+    refused(ValueError, text, op, torch.zeros(6, 10), teacher)
+
+
+@pytest.mark.parametrize("op", PAIRS[:3], ids=str)
+def test_pairs_on_meshes(op: Op) -> None:
+    """Another V, mesh, placement or none: before any collective."""
+    inputs = draw(op, (8,), 8)
+    student, teacher = inputs.values()
+    text = rf"^{op.name}: expected student and teacher of the same "
+    with on_mesh((2, 2)) as mesh:
+        on_plane = distribute(student, mesh, [Replicate(), Shard(-1)])
+        other = distribute(teacher, mesh, [Shard(-1), Replicate()])
+        refused(ValueError, text + "placements", op, on_plane, other)
+        refused(ValueError, text, op, on_plane, teacher)
+        refused(ValueError, text, op, student, other)
+    with on_mesh((4,)) as mesh:
+        on_line = distribute(student, mesh, [Shard(-1)])
+        refused(ValueError, text + "mesh", op, on_line, other)
+        wider = distribute(torch.zeros(8, 16), mesh, [Shard(-1)])
+        refused(ValueError, text + "shape", op, on_line, wider)
+        replicated = distribute(teacher, mesh, [Replicate()])
+        refused(ValueError, text + "placements", op, on_line, replicated)
+
+
+@pytest.mark.parametrize("op", PAIRS[:3], ids=str)
+def test_equal_meshes_need_not_be_the_same_object(op: Op) -> None:
+    student, teacher = draw(op).values()
+    with on_mesh((2,)) as mesh:
+        again = torch.distributed.DeviceMesh("cpu", torch.arange(2))
+        assert again is not mesh
+        op(distribute(student, mesh, [Shard(-1)]), distribute(teacher, again, [Shard(-1)]))
+        op(distribute(student, mesh, [Shard(-1)]), distribute(teacher, again, [Shard(1)]))
