@@ -23,7 +23,7 @@ def test_step(op: Op, backend: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", OPS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_step_on_ranks(op: Op, backend: str) -> None:
+def test_step_on_ranks(op: Op, backend: str, eager_kernels: None) -> None:
     with on_mesh((2,)) as mesh:
         check_step(op, backend, mesh)
 

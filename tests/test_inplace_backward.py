@@ -1,0 +1,113 @@
+"""inplace_backward: the gradient in the storage of the logits, or an error, never a wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+import dtensor_vocab as dv
+from tests.ops import Inputs, Layout, Op, check, draw, named, place, tp
+from tests.ranks import on_mesh, parts
+
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
+OPS = named("logprobs", "entropy", "logprobs_and_entropy", "cross_entropy")
+DP_TP = Layout((2, 2), (Shard(0), Shard(-1)))
+EVERYWHERE = pytest.mark.parametrize("layout", [None, tp(2), DP_TP], ids=str)
+
+MODIFIED = "modified by an inplace operation"
+
+
+@contextlib.contextmanager
+def placed(op: Op, layout: Layout | None) -> Iterator[Inputs]:
+    """Inputs in a layout, the logits as a leaf that requires a gradient."""
+    inputs = draw(op)
+    if layout is None:
+        inputs["logits"].requires_grad_()
+        yield inputs
+        return
+    with on_mesh(layout.mesh) as mesh:
+        inputs = {name: place(name, x, mesh, layout, inputs) for name, x in inputs.items()}
+        inputs["logits"].requires_grad_()
+        yield inputs
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_gradient_is_the_same(op: Op, dtype: torch.dtype, layout: Layout | None) -> None:
+    check(op, draw(op, (4, 3), dtype=dtype), layout, inplace_backward=True)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_gradient_is_where_the_logits_were(op: Op, layout: Layout | None) -> None:
+    with placed(op, layout) as inputs:
+        logits = inputs["logits"]
+        where = {rank: local.data_ptr() for rank, local in parts(logits).items()}
+        op(*inputs.values(), inplace_backward=True)[0].sum().backward()
+    assert {rank: local.data_ptr() for rank, local in parts(logits.grad).items()} == where
+
+
+OTHER_READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the logits": dv.entropy,
+    "a view of them": lambda logits: dv.entropy(logits.view_as(logits)),
+    "a slice of them": lambda logits: dv.entropy(logits[2:]),
+    "another package's op": lambda logits: logits.square(),
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("reader", OTHER_READERS)
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_who_reads_the_logits_afterwards_raises(op: Op, reader: str, layout: Layout | None) -> None:
+    with placed(op, layout) as inputs:
+        other = OTHER_READERS[reader](inputs["logits"]).sum()
+        loss = op(*inputs.values(), inplace_backward=True)[0].sum()
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            (other + loss).backward()  # what was called last comes first
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_a_view_that_is_overwritten(op: Op, layout: Layout | None) -> None:
+    with placed(op, layout) as inputs:
+        logits = inputs["logits"]
+        loss = op(*inputs.values())[0].sum()
+        on_view = dv.entropy(logits.view_as(logits), inplace_backward=True).sum()
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            (loss + on_view).backward()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_logits_edited_before_backward(op: Op, layout: Layout | None) -> None:
+    with placed(op, layout) as inputs:
+        loss = op(*inputs.values(), inplace_backward=True)[0].sum()
+        with torch.no_grad():
+            inputs["logits"].mul_(2)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            loss.backward()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_backward_twice(op: Op, layout: Layout | None) -> None:
+    with placed(op, layout) as inputs:
+        loss = op(*inputs.values(), inplace_backward=True)[0].sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            loss.backward()
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_rows_that_share_memory_are_refused(op: Op) -> None:
+    inputs = draw(op)
+    inputs["logits"] = inputs["logits"][:1].expand(6, 10)
+    with pytest.raises(ValueError, match=rf"^{op.name}: expected logits that own their memory"):
+        op(*inputs.values(), inplace_backward=True)
