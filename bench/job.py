@@ -1,0 +1,281 @@
+"""The training job: cross-entropy, then policy gradient, on a mesh of ranks or on one alone.
+
+How the loss is scaled: an objective is a sum over positions, divided by the number of positions
+that count in the *global* batch, that is over all micro-batches and all dp ranks. FSDP2 averages
+gradients over dp, so every rank multiplies its part of the loss by dp. The ranks of tp all hold
+the same loss and need no factor.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+import dtensor_vocab as dv
+from bench import full_vocab
+from bench.model import Decoder, parallelize
+from bench.text import UNKNOWN, text_ids, windows
+
+IGNORED = -100
+ENTROPY_BONUS = 0.01
+KL_PENALTY = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and how: the same on however many ranks."""
+
+    steps: int = 40
+    policy_steps: int = 10
+    batch: int = 16
+    length: int = 64
+    vocab: int = 3001
+    dim: int = 128
+    layers: int = 2
+    accumulate: int = 1
+    clip: float = 1.0
+    bf16: bool = False
+    compile: bool = False
+
+
+@dataclass
+class Outcome:
+    """What two runs of a job are compared by: an entry a step, and the weights after the last."""
+
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    guesses: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------ objectives
+
+
+def cross_entropy(ops: Any, logits: Tensor, target: Tensor) -> Tensor:
+    return -local(ops.logprobs(logits, target)).sum()
+
+
+def policy_gradient(
+    ops: Any, logits: Tensor, frozen_logits: Tensor, sampled: Tensor, advantage: Tensor
+) -> Tensor:
+    log_p, entropy = map(local, ops.logprobs_and_entropy(logits, sampled))
+    kl = local(ops.kl_div(logits, frozen_logits, reverse=True))
+    loss = KL_PENALTY * kl - ENTROPY_BONUS * entropy - advantage * log_p
+    return torch.where(sampled != IGNORED, loss, 0).sum()
+
+
+def local(values: Tensor) -> Tensor:
+    """This rank's rows: the results of the ops are replicated over tp."""
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
+# ------------------------------------------------------------------ a run
+
+
+class Run:
+    """One run of a job, on the ranks of ``mesh`` (dp × tp), or on one rank without it."""
+
+    def __init__(
+        self, job: Job, device: str, mesh: DeviceMesh | None, replayed: Outcome | None
+    ) -> None:
+        self.job, self.device, self.mesh, self.replayed = job, device, mesh, replayed
+        self.dp = 1 if mesh is None else mesh["dp"].size()
+        self.ops = full_vocab if mesh is None else dv
+        compile = torch.compile(fullgraph=True) if job.compile and mesh is not None else lambda f: f
+        self.cross_entropy = functools.partial(compile(cross_entropy), self.ops)
+        self.policy_gradient = functools.partial(compile(policy_gradient), self.ops)
+        self.model = self.build()
+        # Adam's steps would hide a factor in the gradients, and magnify rounding where they are 0
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.order, self.noise = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+        self.text = text_ids(job.vocab)
+        self.outcome = Outcome()
+
+    def build(self) -> Decoder:
+        torch.manual_seed(0)
+        model = Decoder(self.job.vocab, self.job.dim, self.job.layers).to(self.device)
+        if self.mesh is None:
+            return model
+        return parallelize(model, self.mesh, self.job.bf16, self.job.compile)
+
+    def logits(self, model: Decoder, tokens: Tensor) -> Tensor:
+        if self.job.bf16 and self.mesh is None:  # what FSDP2's mixed precision does
+            cast = {name: weight.bfloat16() for name, weight in model.named_parameters()}
+            return functional_call(model, cast, tokens)
+        return model(tokens)
+
+    def share(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The micro-batches of this rank, of a batch that every rank knows."""
+        if self.mesh is not None:
+            rows = rows.chunk(self.dp)[self.mesh["dp"].get_local_rank()]
+        return rows.to(self.device).chunk(self.job.accumulate)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Summed over dp."""
+        if self.mesh is not None:
+            dist.all_reduce(values, group=self.mesh["dp"].get_group())
+        return values
+
+    def batch(self) -> list[tuple[Tensor, Tensor]]:
+        """Micro-batches of words and the words that follow them; unknown ones don't count."""
+        rows = windows(self.text, self.job.batch, self.job.length + 1, self.order)
+        target = rows[:, 1:].masked_fill(rows[:, 1:] == UNKNOWN, IGNORED)
+        return list(zip(self.share(rows[:, :-1]), self.share(target), strict=True))
+
+    def update(self, losses: list[Callable[[], Tensor]], count: Tensor) -> None:
+        """One step of the optimizer, on the mean of what the micro-batches' ``losses`` sum."""
+        total = torch.zeros((), device=self.device)
+        for i, loss in enumerate(losses, start=1):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(i == len(losses))
+            mean = loss() / count
+            (mean * self.dp).backward()
+            total += mean.detach()
+        self.outcome.losses.append(self.total(total).item())
+        self.outcome.gradient_norms.append(self.clip())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def clip(self) -> float:
+        """Clips the gradients' norm, and returns what it was."""
+        weights = list(self.model.parameters())
+        if self.replayed is None:
+            return whole(torch.nn.utils.clip_grad_norm_(weights, self.job.clip)).item()
+        norm = torch.nn.utils.get_total_norm([weight.grad.double() for weight in weights])
+        replayed = torch.tensor(self.replayed.gradient_norms[len(self.outcome.gradient_norms)])
+        torch.nn.utils.clip_grads_with_norm_(weights, self.job.clip, replayed)
+        return norm.item()
+
+    def cross_entropy_step(self) -> None:
+        batch = self.batch()
+        count = self.total(sum((target != IGNORED).sum() for _, target in batch))
+        self.update(
+            [
+                lambda tokens=tokens, target=target: self.cross_entropy(
+                    self.logits(self.model, tokens), target
+                )
+                for tokens, target in batch
+            ],
+            count,
+        )
+
+    def policy_step(self, frozen: Decoder) -> None:
+        batch = self.batch()
+        if self.replayed is None:
+            guesses = self.sample(batch)
+        else:
+            guesses = self.share(self.replayed.guesses[len(self.outcome.guesses)])
+        self.outcome.guesses.append(torch.cat(guesses).cpu())
+        counted = [target != IGNORED for _, target in batch]
+        rewards = [(ids == target).float() for ids, (_, target) in zip(guesses, batch, strict=True)]
+        count = self.total(sum(mask.sum() for mask in counted))
+        baseline = self.total(sum(reward.sum() for reward in rewards)) / count
+        self.outcome.rewards.append(baseline.item())
+
+        def loss(tokens: Tensor, mask: Tensor, ids: Tensor, reward: Tensor) -> Tensor:
+            with torch.no_grad():
+                frozen_logits = self.logits(frozen, tokens)
+            ids = ids.masked_fill(~mask, IGNORED)
+            logits = self.logits(self.model, tokens)
+            return self.policy_gradient(logits, frozen_logits, ids, reward - baseline)
+
+        self.update(
+            [
+                functools.partial(loss, tokens, *rest)
+                for (tokens, _), *rest in zip(batch, counted, guesses, rewards, strict=True)
+            ],
+            count,
+        )
+
+    @torch.no_grad()
+    def sample(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """A word for each position by the Gumbel trick, the same on all ranks of tp.
+
+        Gathers the logits, which no loss does; elsewhere an inference engine samples.
+        """
+        shape = (self.job.batch, self.job.length, self.job.vocab)
+        noise = self.share(torch.empty(shape).exponential_(generator=self.noise).log())
+        return [
+            (whole(self.logits(self.model, tokens)).float() - gumbel).argmax(-1)
+            for (tokens, _), gumbel in zip(batch, noise, strict=True)
+        ]
+
+
+def whole(values: Tensor) -> Tensor:
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def train(
+    job: Job,
+    device: str,
+    mesh: DeviceMesh | None = None,
+    replayed: Outcome | None = None,
+    progress: str = "",
+) -> Outcome:
+    """Trains, and says under the name ``progress`` how it goes.
+
+    With ``replayed`` it repeats a run and takes from it what rounding would tip into another
+    run: the guesses that were drawn, of the whole batch, and the norm by which gradients were
+    clipped, which torch sums up in fp32 and, on CPUs, with errors of 1e-4.
+    """
+    run = Run(job, device, mesh, replayed)
+    start = time.perf_counter()
+
+    def report(step: int, steps: int, what: str) -> None:
+        if progress and (step in (1, steps) or step % 10 == 0):
+            norm = run.outcome.gradient_norms[-1]
+            seconds = time.perf_counter() - start
+            print(
+                f"{progress}  step {step:>3} of {steps}  {what}  gradient norm {norm:.3f}  "
+                f"{seconds:.1f} s",
+                flush=True,
+            )
+
+    for step in range(1, job.steps + 1):
+        run.cross_entropy_step()
+        report(step, job.steps, f"cross-entropy {run.outcome.losses[-1]:.4f}")
+    frozen = run.build().requires_grad_(False)
+    frozen.load_state_dict(run.model.state_dict())
+    for step in range(1, job.policy_steps + 1):
+        run.policy_step(frozen)
+        what = f"policy loss {run.outcome.losses[-1]:.4f}  reward {run.outcome.rewards[-1]:.3f}"
+        report(step, job.policy_steps, what)
+    for name, weight in run.model.named_parameters():
+        run.outcome.weights[name] = whole(weight.detach()).cpu()
+    return run.outcome
+
+
+def train_ranks(job: Job, device: str, dp: int, tp: int) -> Outcome:
+    """Trains on the ranks of this process group."""
+    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
+    progress = f"dp={dp} tp={tp}" if dist.get_rank() == 0 else ""
+    return train(job, device, mesh, progress=progress)
+
+
+def train_one(job: Job, device: str, replayed: Outcome) -> Outcome:
+    """Repeats on one rank what ranks have trained."""
+    return train(job, device, replayed=replayed, progress="one rank")
+
+
+def merge(outcomes: list[Outcome], tp: int) -> Outcome:
+    """The outcome of a run, from those of its dp × tp ranks."""
+    for rank, outcome in enumerate(outcomes):
+        twin = outcomes[rank - rank % tp]  # holds the same rows
+        if outcome.losses != outcomes[0].losses or not all(
+            map(torch.equal, outcome.guesses, twin.guesses)
+        ):
+            raise RuntimeError(f"merge: expected ranks that agree, got another run on rank {rank}")
+    parts = zip(*(outcome.guesses for outcome in outcomes[::tp]), strict=True)
+    return replace(outcomes[0], guesses=[torch.cat(rows) for rows in parts])

@@ -1,0 +1,136 @@
+"""A small decoder language model in plain PyTorch, and its layout over a dp × tp mesh."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+__all__ = ["Decoder", "parallelize"]
+
+HEAD_DIM = 32
+
+
+class Decoder(nn.Module):
+    """Token ids ``[B, S]`` to logits ``[B, S, V]`` of the tokens that follow."""
+
+    def __init__(self, vocab: int, dim: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+        nn.init.normal_(self.head.weight, std=dim**-0.5 / 10)  # near uniform probabilities
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # The scale is customary, and it waits for the embedding's collective: a compiled block,
+        # given a tensor that is still in flight, would send it no gradient.
+        x = self.embedding(tokens) * self.embedding.embedding_dim**0.5
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = Attention(dim)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = Mlp(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # a rank that holds columns of the projections holds whole heads
+        query, key, value = (
+            project(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        x = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        return self.output(x.transpose(1, 2).flatten(-2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary position embedding of ``[B, heads, S, HEAD_DIM]``: positions need no weights."""
+    half = HEAD_DIM // 2
+    position = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
+    frequency = 1e-3 ** (torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = position.unsqueeze(-1) * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+def parallelize(model: Decoder, mesh: DeviceMesh, bf16: bool, compile: bool) -> Decoder:
+    """Lays the model out over ``mesh`` (dp × tp), in place.
+
+    Over tp: columns and rows of the weight matrices, and the sequence in between. The head's
+    output stays a DTensor that shards the vocabulary. Over dp: FSDP2, which also casts to bf16.
+    """
+    gathered = PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+    )
+    block = {
+        "attention_norm": SequenceParallel(),
+        "attention": gathered,
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp_norm": SequenceParallel(),
+        "mlp": gathered,
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        **{f"blocks.*.{name}": style for name, style in block.items()},
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    if compile:
+        for layer in model.blocks:
+            layer.compile(fullgraph=True)
+    if bf16 or mesh["dp"].size() > 1:
+        policy = MixedPrecisionPolicy()
+        if bf16:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+    return model

@@ -1,0 +1,97 @@
+"""Trains a language model whose head shards the vocabulary, and checks it against one rank.
+
+    python -m bench.train                           two ranks, tensor parallel
+    python -m bench.train --dp 2 --tp 2 --compile   four, with FSDP2 over dp
+
+The first phase is cross-entropy on real text. The second is policy gradient with an entropy
+bonus and reverse KL to the frozen model of the first: the model guesses the next word and is
+rewarded where the guess is right. Then the whole run is repeated on one rank, with a model of
+plain tensors and with losses written in plain PyTorch on the whole vocabulary, and the largest
+differences are printed. The exit status is 1 if rounding does not explain them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, fields
+
+import torch
+
+from bench.job import Job, Outcome, merge, train_one, train_ranks
+from bench.launch import launch
+from bench.model import HEAD_DIM
+
+FP32_ALLOWS = {"loss": 2e-5, "gradient norm": 5e-4, "weight": 2e-5}
+"""About ten times what the default run shows, which is no more than the one rank differs from
+itself in fp64. The gradient norm is relative, and torch sums it less exactly than the rest."""
+
+BF16_ALLOWS = {"loss": 1e-2, "gradient norm": 5e-2, "weight": 1e-2}
+"""About four times what bf16 changes in the default run on the one rank."""
+
+
+def differences(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+    """The largest differences of two runs."""
+    loss = torch.tensor(outcome.losses) - torch.tensor(reference.losses)
+    norm = torch.tensor(outcome.gradient_norms) / torch.tensor(reference.gradient_norms) - 1
+    weights = [(outcome.weights[name] - w).abs().max() for name, w in reference.weights.items()]
+    return {
+        "loss": loss.abs().max().item(),
+        "gradient norm": norm.abs().max().item(),
+        "weight": torch.stack(weights).max().item(),
+    }
+
+
+def passes(found: dict[str, float], allowed: dict[str, float]) -> bool:
+    """Prints differences, and says whether all are allowed."""
+    good = {what: value <= allowed[what] for what, value in found.items()}  # and never NaN
+    for what, value in found.items():
+        verdict = "ok" if good[what] else "TOO LARGE"
+        print(f"largest difference of {what:<13}  {value:.1e}  of {allowed[what]:.0e}  {verdict}")
+    return all(good.values())
+
+
+def parse(argv: list[str] | None) -> tuple[Job, str, int, int]:
+    """The job, its device, and the sizes of dp and tp."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.train", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    gpus = torch.cuda.device_count()
+    add = parser.add_argument
+    add("--dp", type=int, default=1, help="ranks that share the batch, by FSDP2")
+    add("--tp", type=int, default=1 if gpus == 1 else 2, help="ranks that share the model")
+    add("--steps", type=int, help="steps of cross-entropy")
+    add("--policy-steps", type=int, help="steps of policy gradient")
+    add("--batch", type=int, help="rows of a step, over all ranks")
+    add("--length", type=int, help="words in a row")
+    add("--vocab", type=int, help="words in the vocabulary")
+    add("--dim", type=int, help=f"width of the model, a multiple of {HEAD_DIM} * tp")
+    add("--layers", type=int, help="layers of the model")
+    add("--accumulate", type=int, help="micro-batches in a step")
+    add("--clip", type=float, help="largest norm of the gradients")
+    add("--bf16", action="store_true", help="weights and activations in bf16, by FSDP2")
+    add("--compile", action="store_true", help="compile the model's blocks and the losses")
+    parser.set_defaults(**asdict(Job()))
+    args = parser.parse_args(argv)
+    for what, value, divisor in (
+        ("--batch", args.batch, args.dp * args.accumulate),
+        ("--length", args.length, args.tp),
+        ("--dim", args.dim, HEAD_DIM * args.tp),
+    ):
+        if value % divisor:
+            parser.error(f"argument {what}: expected a multiple of {divisor}, got {value}")
+    job = Job(**{field.name: getattr(args, field.name) for field in fields(Job)})
+    return job, "cuda" if gpus >= args.dp * args.tp else "cpu", args.dp, args.tp
+
+
+def main(argv: list[str] | None = None) -> int:
+    job, device, dp, tp = parse(argv)
+    print(f"torch {torch.__version__}, dp={dp} x tp={tp} on {device}, {job}", flush=True)
+    outcome = merge(launch(train_ranks, dp * tp, device, job, device, dp, tp), tp)
+    (reference,) = launch(train_one, 1, device, job, device, outcome)
+    allowed = BF16_ALLOWS if job.bf16 else FP32_ALLOWS
+    return 0 if passes(differences(outcome, reference), allowed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
