@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from torch import Tensor
 
 __all__ = ["UNKNOWN", "text_ids", "windows"]
