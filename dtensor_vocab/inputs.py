@@ -70,7 +70,8 @@ def check_logits(
     mesh = logits.device_mesh
     vocab_dim = _vocab_mesh_dim(function, logits, name)
     shards = 1 if vocab_dim is None else mesh.size(vocab_dim)
-    rank = 0 if vocab_dim is None else mesh.get_local_rank(vocab_dim)
+    coordinate = mesh.get_coordinate()  # None on a rank outside of the mesh
+    rank = 0 if vocab_dim is None or coordinate is None else coordinate[vocab_dim]
     shard_size = -(-columns // shards)
     start = torch.full((1,), rank * shard_size, dtype=torch.int64, device=logits.device)
     placements = [Shard(0) if i == vocab_dim else Replicate() for i in range(mesh.ndim)]

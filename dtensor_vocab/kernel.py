@@ -89,7 +89,10 @@ def blocks(x: Tensor) -> Iterator[slice]:
 
 
 def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:
-    if os.environ.get("DTENSOR_VOCAB_KERNELS", "inductor") == "eager":
+    choice = os.environ.get("DTENSOR_VOCAB_KERNELS", "inductor")
+    if choice not in ("inductor", "eager"):
+        raise ValueError(f"DTENSOR_VOCAB_KERNELS: expected inductor or eager, got {choice!r}")
+    if choice == "eager":
         return functools.partial(_in_blocks, fn)
     if compile_is_disabled():
         _warn_eager("torch.compile is disabled")

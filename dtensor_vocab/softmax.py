@@ -123,16 +123,20 @@ def _shard_stats(
 ):
     padded = vocab_size < vocab
     x = prepare(logits, temperature, start, vocab_size if padded else None)
-    maximum = x.amax(-1)
-    shifted = rebase(x, maximum.unsqueeze(-1))
+    maximum = x.amax(-1, keepdim=True)
+    # Selecting after the sum leaves the form that Inductor makes one pass of on GPUs.
+    shifted = x - maximum
     mass = shifted.exp()
+    total = torch.where(maximum == -torch.inf, 0, mass.sum(-1, keepdim=True)).squeeze(-1)
+    maximum = maximum.squeeze(-1)
     sound = coverage(x, start, columns, vocab, shard_size, index, vocab_size, ignore_index)
-    stats = [maximum, mass.sum(-1), sound]
+    stats = [maximum, total, sound]
     if weighted:
-        stats.append(torch.where(shifted == -torch.inf, 0, mass * shifted).sum(-1))
+        stats.append(torch.where(x == -torch.inf, 0, mass * shifted).sum(-1))
     if summed:
         tokens = (vocab_size - start).clamp(0, columns)
         column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+        shifted = rebase(x, maximum.unsqueeze(-1))
         stats.append(torch.where(column < tokens, shifted, 0).sum(-1))
         stats.append(tokens.to(x.dtype).expand(maximum.shape))
     stats = torch.stack(stats, -1)
