@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,29 +40,29 @@ def draw_batch(
     op: Op,
     rows: Sequence[int] = (6,),
     vocab: int = 11,
+    dtype: torch.dtype = torch.float32,
     mesh: DeviceMesh | None = None,
     row_placements: Sequence[Placement] = (),
+    place: Callable[..., Tensor] = distribute,
     seed: int = 0,
 ) -> Batch:
     """Random arguments, on ``mesh`` with the heads sharded over its last dim.
 
     ``row_placements`` are those of the rows on the mesh dims before it.
     """
-    others = draw(op, rows, vocab, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(*rows, WIDTH, generator=generator)
-    heads = [torch.randn(vocab, WIDTH, generator=generator) for _ in op.logits]
-    others = [value for name, value in others.items() if name not in LOGITS]
+    hidden = torch.randn(*rows, WIDTH, generator=generator).to(dtype)
+    heads = [torch.randn(vocab, WIDTH, generator=generator).to(dtype) for _ in op.logits]
+    inputs = draw(op, rows, vocab, seed=seed)
+    others = [value for name, value in inputs.items() if name not in LOGITS]
     mask = torch.arange(hidden[..., 0].numel()).view(*rows) % 3 > 0
     if mesh is not None:
-        everywhere = [Replicate()] * len(row_placements)
         by_row = [*row_placements, Replicate()]
-        hidden, mask = (distribute(x, mesh, by_row) for x in (hidden, mask))
-        others = [distribute(x, mesh, by_row) for x in others]
-        heads = [distribute(x, mesh, [*everywhere, Shard(0)]) for x in heads]
-    return Batch(
-        hidden.requires_grad_(), tuple(x.requires_grad_() for x in heads), tuple(others), mask
-    )
+        by_column = [*[Replicate() for _ in row_placements], Shard(0)]
+        hidden, mask, *others = (place(x, mesh, by_row) for x in (hidden, mask, *others))
+        heads = [place(x, mesh, by_column) for x in heads]
+    heads = [head.requires_grad_() for head in heads]
+    return Batch(hidden.requires_grad_(), tuple(heads), tuple(others), mask)
 
 
 def loss_of(op: Op) -> Callable[..., Tensor]:
@@ -70,36 +71,39 @@ def loss_of(op: Op) -> Callable[..., Tensor]:
 
     def loss(
         hidden: Tensor, heads: Sequence[Tensor], others: Sequence[Tensor], mask: Tensor
-    ) -> Any:
+    ) -> Tensor:
         outputs = function(*(hidden @ head.t() for head in heads), *others, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        losses = [masked(out, mask) for out in outputs if out.is_floating_point()]
-        return sum(losses) if losses else outputs[0]
+        losses = [_masked_sum(out, mask) for out in outputs if out.is_floating_point()]
+        return sum(losses[1:], losses[0]) if losses else outputs[0]
 
     return loss
 
 
-def masked(out: Tensor, mask: Tensor) -> Tensor:
+def _masked_sum(out: Tensor, mask: Tensor) -> Tensor:
     if out.dim() > mask.dim():
         mask = mask.unsqueeze(-1)
     return (out * mask).sum() if out.dim() else out
 
 
 def train(loss: Callable[..., Tensor], batch: Batch) -> list[Tensor]:
-    """The loss and, where it has them, the gradients of the leaves."""
+    """The loss and, where it has any, the gradients of the leaves."""
     value = loss(*batch)
     if not value.requires_grad:
         return [value]
     return [value.detach(), *torch.autograd.grad(value, batch.leaves)]
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``torch.compile`` in one graph, with recompilations counted from zero.
+_NUMBER = itertools.count()
 
-    Dynamo counts them by code object, so that without a copy tests would use up each other's.
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``torch.compile`` in one graph, with nothing remembered of earlier tests.
+
+    Dynamo counts recompilations by code object, and knows from the function's name and place in
+    its file which sizes to make dynamic.
     """
-    code = function.__code__.replace()
-    copy = types.FunctionType(
-        code, function.__globals__, function.__name__, None, function.__closure__
-    )
+    name = f"{function.__name__}_{next(_NUMBER)}"
+    code = function.__code__.replace(co_name=name)
+    copy = types.FunctionType(code, function.__globals__, name, None, function.__closure__)
     return torch.compile(copy, fullgraph=True, **options)
