@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ __all__ = ["Case", "Group", "Run", "groups", "quick_groups"]
 
 GROWN = ("logprobs", "entropy", "kl_div, reverse")
 """Ops that are measured at four times the rows and at four times the vocabulary as well."""
+GROWN_UP_TO = 1 << 28
+"""Logits beyond which four times as many, and all that naive code makes of them, need not fit."""
 SMALL = (8, 64)
 """Logits so small that the fixed cost of a call is all there is."""
 
@@ -63,14 +66,16 @@ def quick_groups(rows: int, vocab: int, dtype: str, ranks: int) -> Iterator[Grou
 
 
 def _group(op: Op, rows: int, vocab: int, dtype: str, ranks: int) -> Group:
-    case = Case(op.name, (8, rows // 8, vocab) if op.sliced else (rows, vocab), dtype, ranks)
+    batch = math.gcd(rows, 8)
+    shape = (batch, rows // batch, vocab) if op.sliced else (rows, vocab)
+    case = Case(op.name, shape, dtype, ranks)
     if ranks > 1:
         providers = [OURS, GATHER] + [LOSS_PARALLEL] * (op.loss_parallel is not None)
         return tuple(Run(case, provider) for provider in providers)
     group = [Run(case, provider) for provider in (OURS, *op.others, NAIVE, NAIVE + COMPILED)]
     if op.name == "logprobs_and_entropy":
         group.append(Run(Case("logprobs", case.shape, dtype), OURS))
-    if op.name in GROWN:
+    if op.name in GROWN and rows * vocab <= GROWN_UP_TO:
         larger = ((4 * rows, vocab), (rows, 4 * vocab))
         group += [Run(Case(op.name, shape, dtype), OURS) for shape in larger]
     return tuple(group)

@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from bench.cases import Group, groups, quick_groups
 from bench.measure import BenchError, Result, copy_bandwidth, measure
-from bench.ops import OPS
+from bench.ops import OPS, K
 from bench.report import Report, machine
 
 __all__ = ["main"]
@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--device cuda: torch sees no GPU")
     if options.device == "cuda" and (options.ranks or 1) > torch.cuda.device_count():
         parser.error(f"--ranks {options.ranks}: torch sees {torch.cuda.device_count()} GPUs")
+    if options.vocab is not None and options.vocab < K:
+        parser.error(f"--vocab {options.vocab}: some ops pick {K} ids")
     selected = _selected(options)
+    if not selected:
+        parser.error(f"--op {options.op}: is measured on several ranks")
     status = 0
     if options.device == "cuda" and not options.quick:
         status = subprocess.run([sys.executable, "-m", "pytest", "-m", "cuda", TESTS]).returncode

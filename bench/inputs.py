@@ -104,7 +104,7 @@ def upstream(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _like(output: Tensor, seed: int) -> Tensor:
     random = torch.Generator(output.device).manual_seed(seed)
-    grad = torch.empty(output.shape, dtype=torch.float32, device=output.device)
+    grad = torch.empty(output.shape, dtype=output.dtype, device=output.device)
     grad.normal_(generator=random)
     if isinstance(output, DTensor):
         return DTensor.from_local(grad, output.device_mesh, output.placements, run_check=False)

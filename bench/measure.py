@@ -26,7 +26,7 @@ ENOUGH = 2.5
 """A run that was timed three times is timed no more after this long (s)."""
 PATIENCE = 300
 """How long an answer is waited for (s): getting ready includes compilation."""
-PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "dtensor_vocab"]
+PRELOADED = ["torch._inductor.compile_fx", "bench.worker"]
 
 
 class BenchError(RuntimeError):

@@ -24,12 +24,15 @@ __all__ = [
     "NAIVE",
     "OPS",
     "OURS",
+    "K",
     "Op",
     "as_tuple",
 ]
 
 Function = Callable[..., Any]
 
+K = 64
+"""Ids per position, where there are several."""
 OURS = "dtensor_vocab"
 IN_PLACE = "dtensor_vocab in place"
 NAIVE = "naive"
@@ -120,7 +123,6 @@ def _in_place(fn: Function) -> dict[str, Function]:
 
 
 STUDENT, BOTH, NONE = ("student",), ("student", "teacher"), ()
-K = 64
 LOGPROBS = dv.logprobs, naive.logprobs
 JOINT = dv.logprobs_and_entropy, naive.logprobs_and_entropy
 KL = dv.kl_div, naive.kl_div

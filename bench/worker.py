@@ -31,11 +31,12 @@ __all__ = ["serve", "serve_machine"]
 
 MIB = 1 << 20
 LARGE_COPY = {"cpu": 256 * MIB, "cuda": 2048 * MIB}
-MOST_CALLS, MOST_LOGITS = 50, 1 << 20
+MOST_CALLS, MOST_LOGITS = 50, {"cpu": 1 << 20, "cuda": 1 << 34}
 """Bounds of how often a call is repeated to be timed, and of the logits in all of the calls."""
 
 
 def serve(pipe: Connection, run: Run, rank: int, rendezvous: str, device: str) -> None:
+    _set_compiler()
     with (
         _reported(pipe),
         _mesh(run.case.ranks, rank, rendezvous, device) as mesh,
@@ -45,8 +46,15 @@ def serve(pipe: Connection, run: Run, rank: int, rendezvous: str, device: str) -
 
 
 def serve_machine(pipe: Connection, device: str) -> None:
+    _set_compiler()
     with _reported(pipe):
         _obey(pipe, Machine(torch.device(device)))
+
+
+def _set_compiler() -> None:
+    torch._inductor.config.compile_threads = 1  # or each process starts others to compile in
+    # Its key knows no rank: a rank takes what another has left for its part of the vocabulary.
+    torch._functorch.config.enable_autograd_cache = False
 
 
 def _obey(pipe: Connection, subject: Any) -> None:
@@ -67,9 +75,6 @@ def _reported(pipe: Connection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mesh(ranks: int, rank: int, rendezvous: str, device_type: str) -> Iterator[DeviceMesh | None]:
-    torch._inductor.config.compile_threads = 1  # or each process starts others to compile in
-    # Its key knows no rank: a rank takes what another has left for its part of the vocabulary.
-    torch._functorch.config.enable_autograd_cache = False
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -106,7 +111,7 @@ class Machine:
     def copy_bandwidth(self) -> float:
         """Bytes a second, read and written."""
         self.copy()
-        times = [_seconds(self.copy, self.device) for _ in range(5)]
+        times = [_seconds(self.copy, 1, self.device) for _ in range(5)]
         self.check_peak()
         return 2 * self.source.numel() / statistics.median(times)
 
@@ -123,17 +128,38 @@ class Machine:
         torch.ones(size, device=self.device)
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
+def _seconds(
+    call: Callable[[], object],
+    calls: int,
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """The mean time of ``call``, without what is to be done before each."""
+    if device.type == "cuda":
+        return _seconds_on_gpu(call, calls, before)
+    total = 0.0
+    for _ in range(calls):
+        before()
         start = perf_counter()
         call()
-        return perf_counter() - start
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+        total += perf_counter() - start
+    return total / calls
+
+
+def _seconds_on_gpu(call: Callable[[], object], calls: int, before: Callable[[], object]) -> float:
+    before()
+    call()  # has the caching allocator get its memory
+    events = []
+    for _ in range(calls):
+        before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # for the other processes
+    return sum(start.elapsed_time(end) for start, end in events) / 1e3 / calls
 
 
 class Measured:
@@ -153,7 +179,8 @@ class Measured:
         self.overwritten = self.leaves if run.provider == IN_PLACE else []
         self.originals = [leaf.detach().clone() for leaf in self.overwritten]
         self.upstream: list[Tensor] | None = None
-        self.calls = max(1, min(MOST_CALLS, MOST_LOGITS // math.prod(run.case.shape)))
+        most = MOST_LOGITS[device.type] // math.prod(run.case.shape)
+        self.calls = max(1, min(MOST_CALLS, most))
         check(op, samples, *self._call())
         self._restore()
         self._call()
@@ -162,11 +189,7 @@ class Measured:
         """The mean time of a forward and backward."""
         if self.mesh is not None:
             dist.barrier()
-        times = []
-        for _ in range(self.calls):
-            self._restore()
-            times.append(_seconds(self._call, self.device))
-        return sum(times) / self.calls
+        return _seconds(self._call, self.calls, self.device, before=self._restore)
 
     def peak(self) -> int:
         """Bytes in use at the height of a forward and backward, above the inputs."""
