@@ -261,6 +261,7 @@ def observe(
         placed[name].requires_grad_()
     with Collectives() as forward:
         outputs = op(*placed.values(), **options)
+    assert all(isinstance(out, DTensor) == (mesh is not None) for out in outputs)
     outputs = _edited(outputs, edit)
     grads = [
         grad if grad is None else grad.to(out.dtype)
@@ -321,7 +322,7 @@ def compare(
     for out, value in zip(observed.outputs, expected.outputs, strict=True):
         if value.dtype.is_floating_point:
             assert out.dtype == (torch.float64 if wide else torch.float32)
-        assert out.is_contiguous()
+        assert all(local.is_contiguous() for local in parts(out).values())
         placements = layout and (layout.rows(ndim) if value.dim() else layout.nowhere)
         _assert_placed(out, value, layout, placements)
     for name, grad in observed.gradients.items():

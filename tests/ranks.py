@@ -169,8 +169,9 @@ class World:
 
     current: World | None = None
 
-    def __init__(self, rank: int, size: int, directory: Path) -> None:
+    def __init__(self, rank: int, size: int, directory: Path, collective_timeout: float) -> None:
         self.rank, self.size, self.directory = rank, size, directory
+        self.timeout = timedelta(seconds=collective_timeout)
         self.generation = 0
         self.store = dist.FileStore(str(directory / "outcomes"), size)
         self.store.set_timeout(timedelta(seconds=TEST_TIMEOUT))
@@ -182,7 +183,7 @@ class World:
             init_method=f"file://{self.directory}/group{self.generation}",
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
+            timeout=self.timeout,
         )
 
     def settle(self, name: str, passed: bool) -> None:
@@ -207,8 +208,14 @@ class Outcome(NamedTuple):
 class RealRanks:
     """Runs the given tests on ``size`` processes, once, and keeps how they ended."""
 
-    def __init__(self, size: int, node_ids: list[str], root: Path) -> None:
-        self.size = size
+    def __init__(
+        self,
+        size: int,
+        node_ids: list[str],
+        root: Path,
+        collective_timeout: float = COLLECTIVE_TIMEOUT,
+    ) -> None:
+        self.size, self.collective_timeout = size, collective_timeout
         with tempfile.TemporaryDirectory() as directory:
             self.exits = self._run(node_ids, root, Path(directory))
             self.outcomes = [self._read(Path(directory), rank) for rank in range(size)]
@@ -216,7 +223,10 @@ class RealRanks:
     def _run(self, node_ids: list[str], root: Path, directory: Path) -> list[int | None]:
         spawn = multiprocessing.get_context("spawn")
         ranks = [
-            spawn.Process(target=_run_rank, args=(rank, self.size, node_ids, root, directory))
+            spawn.Process(
+                target=_run_rank,
+                args=(rank, self.size, node_ids, root, directory, self.collective_timeout),
+            )
             for rank in range(self.size)
         ]
         for rank in ranks:
@@ -266,12 +276,14 @@ class RealRanks:
                 pytest.skip(outcome.text)
 
 
-def _run_rank(rank: int, size: int, node_ids: list[str], root: Path, directory: Path) -> None:
+def _run_rank(
+    rank: int, size: int, node_ids: list[str], root: Path, directory: Path, timeout: float
+) -> None:
     """A spawned rank: an inner pytest session over the same tests, in the same order."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.chdir(root)
-    World.current = World(rank, size, directory)
+    World.current = World(rank, size, directory, timeout)
     with open(directory / f"{rank}.jsonl", "w", buffering=1) as report:
         code = pytest.main(
             ["-q", "-s", "-p", "no:cacheprovider", f"--rootdir={root}", *node_ids],

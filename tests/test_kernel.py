@@ -1,0 +1,189 @@
+"""The kernels compiled and eager, what happens without a compiler, and what memory they take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops import OPS, Op, check, draw, expect, observe
+from tests.oracle import assert_values
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, with an Inductor cache of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+# ------------------------------------------------------------------ compiled and eager
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_eager_kernels_give_the_same(op: Op, request: pytest.FixtureRequest) -> None:
+    inputs = draw(op, (64,), 24, torch.bfloat16)
+    grads = expect(op, inputs).grads
+    compiled = observe(op, inputs, grads=grads)
+    request.getfixturevalue("eager_kernels")
+    eager = observe(op, inputs, grads=grads)
+    for one, other in zip(compiled.outputs, eager.outputs, strict=True):
+        assert_values(one.detach(), other.detach(), tolerance=1e-6)
+    for name, grad in compiled.gradients.items():
+        torch.testing.assert_close(grad, eager.gradients[name], rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("rows, vocab", [((7,), 10), ((3, 5), 10), ((2, 3), 100)], ids=str)
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_eager_kernels_work_in_blocks(
+    op: Op,
+    rows: tuple[int, ...],
+    vocab: int,
+    strided: bool,
+    eager_kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several rows, of a row longer than a block, of rows that can't be flattened."""
+    monkeypatch.setattr("dtensor_vocab.kernel.BLOCK_ELEMENTS", 32)
+    inputs = draw(op, rows, vocab)
+    for name in op.logits if strided else ():
+        dim = len(rows) - 1
+        longer = torch.cat([inputs[name], inputs[name]], dim)
+        inputs[name] = longer.narrow(dim, 0, rows[-1])
+    check(op, inputs)
+
+
+# ------------------------------------------------------------------ no compiler
+
+CALL_TWICE = """
+import torch, dtensor_vocab as dv
+for _ in range(2):
+    logits = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.0]], requires_grad=True)
+    loss = dv.logprobs(logits, torch.tensor([2, 0])).sum()
+    loss.backward()
+print(loss.item(), logits.grad.tolist())
+"""
+
+
+def value_and_gradient() -> tuple[float, torch.Tensor]:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.0]], requires_grad=True)
+    loss = logits.log_softmax(-1).gather(-1, torch.tensor([[2], [0]])).sum()
+    loss.backward()
+    return loss.item(), logits.grad
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"TORCH_COMPILE_DISABLE": "1"}, {"CXX": "/nowhere/to/be/found"}],
+    ids=["compile disabled", "no compiler"],
+)
+def test_without_a_compiler(environment: dict[str, str], tmp_path: Path) -> None:
+    """The right result, and one warning that says so."""
+    result = run_python(CALL_TWICE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), **environment)
+    assert result.returncode == 0, result.stderr
+    value, grad = result.stdout.split(" ", 1)
+    loss, expected = value_and_gradient()
+    assert abs(float(value) - loss) < 1e-6
+    torch.testing.assert_close(torch.tensor(json.loads(grad)), expected)
+    assert result.stderr.count("kernels run eagerly") == 1, result.stderr
+
+
+def test_eager_by_request_does_not_warn(tmp_path: Path) -> None:
+    result = run_python(
+        CALL_TWICE, DTENSOR_VOCAB_KERNELS="eager", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)
+    )
+    assert result.returncode == 0, result.stderr
+    assert "kernels run eagerly" not in result.stderr
+    assert not any(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------ memory
+
+MEASURE_PEAKS = """
+import json
+import torch
+from bench.peak import peak_above_inputs
+from tests.test_kernel import MEMORY_CASES
+
+torch.set_num_threads(1)
+peaks = {}
+for name, case in MEMORY_CASES.items():
+    case.prepare()()  # compiles
+    peaks[name] = peak_above_inputs(case.prepare(), torch.device("cpu"))
+print(json.dumps(peaks))
+"""
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """A call forward and backward at 512 x 16032 bf16, and how many gradients it makes."""
+
+    op: Op
+    needs: tuple[str, ...]
+    gradients: int
+    sliced: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self) -> Callable[[], None]:
+        rows = (8, 65) if self.sliced else (512,)
+        cut = (slice(None), slice(64)) if self.sliced else ()
+        inputs = {name: x[cut] for name, x in draw(self.op, rows, 16032, torch.bfloat16).items()}
+        for name in self.needs:
+            inputs[name] = inputs[name].detach().requires_grad_()
+
+        def call() -> None:
+            outputs = self.op(*inputs.values(), **self.options)
+            if self.needs:
+                torch.autograd.backward([o.sum() for o in outputs if o.requires_grad])
+
+        return call
+
+
+def _memory_cases() -> Iterator[MemoryCase]:
+    first = {op.name: op for op in reversed(OPS)}
+    for op in reversed(first.values()):
+        logits = tuple(name for name in op.logits if name in op.differentiable)
+        yield MemoryCase(op, logits, len(logits))
+        if len(logits) == 2:
+            yield MemoryCase(op, logits[:1], 1)
+        if op.name in ("logprobs", "kl_div"):
+            yield MemoryCase(op, logits[:1], 1, sliced=True)
+        if op.name in ("logprobs", "entropy", "logprobs_and_entropy", "cross_entropy"):
+            yield MemoryCase(op, logits, 0, options={"inplace_backward": True})
+
+
+MEMORY_CASES = {
+    "-".join([str(c.op), "+".join(c.needs) or "no_grad", *c.options, *["sliced"] * c.sliced]): c
+    for c in _memory_cases()
+}
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, int]:
+    result = run_python(MEASURE_PEAKS)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("case", MEMORY_CASES)
+def test_peak_is_the_gradients(case: str, peaks: dict[str, int]) -> None:
+    """Above the inputs, and 2 MiB: no copy of the logits, nothing for who needs no gradient."""
+    gradient = 512 * 16032 * 2
+    assert peaks[case] <= MEMORY_CASES[case].gradients * gradient + (2 << 20)

@@ -1,0 +1,250 @@
+"""On real processes, which can wait for each other in vain: faults of one rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import dtensor_vocab as dv
+from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, expect, named, place, tp
+from tests.oracle import assert_gradient, assert_values
+from tests.ranks import World, distribute, from_parts, on_mesh, parts
+
+two_ranks, four_ranks = pytest.mark.ranks(2), pytest.mark.ranks(4)
+eager = pytest.mark.usefixtures("eager_kernels")
+
+DP_TP = Layout((2, 2), (Shard(0), Shard(-1)))
+
+
+def rank() -> int:
+    return World.current.rank
+
+
+def of_all_ranks(value: object) -> list[object]:
+    """What each rank has for ``value``."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raised_everywhere(kind: type[Exception], call: Callable[[], object]) -> str:
+    """The text of the error that the call raises, alike on every rank."""
+    with pytest.raises(kind) as error:
+        call()
+    texts = of_all_ranks(str(error.value))
+    assert len(set(texts)) == 1, texts
+    return str(error.value)
+
+
+# ------------------------------------------------------------------ as on one process
+
+
+@two_ranks
+@pytest.mark.parametrize("op", named("logprobs", "kl_div", "cross_entropy"), ids=str)
+def test_two_ranks_with_compiled_kernels(op: Op) -> None:
+    observed = check(op, draw(op, (3, 2), 7), tp(2))
+    names = [collective.name for collective in observed.forward]
+    assert of_all_ranks(names) == [names] * 2
+
+
+@four_ranks
+@eager
+@pytest.mark.parametrize("vocab", [10, 5, 2])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_four_ranks(op: Op, vocab: int) -> None:
+    """Also with empty shards; as many collectives everywhere, and as much in them."""
+    observed = check(op.within(vocab), draw(op, vocab=vocab), tp(4))
+    mine = [(c.name, *c.payload.values()) for c in observed.forward + observed.backward]
+    assert of_all_ranks(mine) == [mine] * 4
+
+
+@four_ranks
+@eager
+@pytest.mark.parametrize("rows", [(6,), (1,), (0,)], ids=["6 rows", "1 row", "no row"])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_data_and_tensor_parallel(op: Op, rows: tuple[int, ...]) -> None:
+    """One row: a data-parallel rank has none."""
+    observed = check(op, draw(op, rows), DP_TP)
+    names = [c.name for c in observed.forward]
+    assert of_all_ranks(names) == [names] * 4
+
+
+@four_ranks
+@eager
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+def test_ids_all_ignored_on_one_data_parallel_rank(op: Op) -> None:
+    inputs = draw(op)
+    inputs[op.ids_name][:3] = -100
+    check(op, inputs, DP_TP)
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda out: out.sum(),
+    "full_tensor": lambda out: out.full_tensor().sum(),
+    "to_local": lambda out: out.to_local().sum(),
+    "redistributed": lambda out: (
+        out.redistribute(placements=[Replicate(), Replicate()]).sum().to_local()
+    ),
+}
+
+
+@four_ranks
+@eager
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses(loss: str) -> None:
+    op = OPS[0]
+    inputs = draw(op)
+    expected = expect(op, inputs, [torch.ones(6)]).gradients["logits"]
+    with on_mesh(DP_TP.mesh) as mesh:
+        placed = {name: place(name, x, mesh, DP_TP, inputs) for name, x in inputs.items()}
+        logits = placed["logits"].requires_grad_()
+        LOSSES[loss](op(*placed.values())[0]).backward()
+        assert logits.grad.placements == (Shard(0), Shard(1))
+        assert_gradient(logits.grad.full_tensor(), expected)
+
+
+# ------------------------------------------------------------------ a fault of one rank alone
+
+
+@two_ranks
+@eager
+@pytest.mark.parametrize("bad", [10, -1, 2**31])
+@pytest.mark.parametrize("ids", ["plain", "DTensor"])
+@pytest.mark.parametrize("op", [*WITH_IDS, *named("topk_kl_div")[:1]], ids=str)
+def test_bad_id_on_one_rank(op: Op, ids: str, bad: int) -> None:
+    """All raise, none waits, and the next call is as any other."""
+    inputs = draw(op)
+    name = op.arguments[-1]
+    if rank() == 1:
+        inputs[name][2] = bad
+    with on_mesh((2,)) as mesh:
+        placed = {n: place(n, x, mesh, tp(2), inputs) for n, x in inputs.items()}
+        placed[name] = inputs[name] if ids == "plain" else placed[name]
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                text = raised_everywhere(RuntimeError, lambda: op(*placed.values()))
+            assert text.startswith(f"{op.name}: expected ids in the range 0 <= id < 10")
+    check(op, draw(op), tp(2))
+
+
+@two_ranks
+@pytest.mark.parametrize("op", named("logprobs")[:1], ids=str)
+def test_bad_id_on_one_rank_with_compiled_kernels(op: Op) -> None:
+    logits, index = draw(op, vocab=7).values()
+    if rank() == 1:
+        index[2] = 7
+    with on_mesh((2,)) as mesh:
+        placed = distribute(logits, mesh, [Shard(-1)]).requires_grad_()
+        text = raised_everywhere(RuntimeError, lambda: dv.logprobs(placed, index))
+    assert "0 <= id < 7" in text
+
+
+@two_ranks
+@eager
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_ranks_that_disagree_on_the_vocabulary(op: Op) -> None:
+    """Shards of 3 and 2 columns, each rank believing in twice its own."""
+    inputs = draw(op, vocab=5)
+    for name in op.arguments:  # in range for whatever a rank believes
+        if name not in op.logits and not inputs[name].is_floating_point():
+            inputs[name] %= 4
+    with on_mesh((2,)) as mesh:
+        placed = [
+            from_parts({rank(): x.split([3, 2], -1)[rank()].contiguous()}, mesh, [Shard(-1)])
+            if name in op.logits
+            else x
+            for name, x in inputs.items()
+        ]
+        text = raised_everywhere(RuntimeError, lambda: op(*placed))
+    assert text.startswith(f"{op.name}: expected each rank to hold the torch.chunk share")
+    check(op, draw(op, vocab=5), tp(2))
+
+
+@two_ranks
+@eager
+def test_uneven_shards_with_their_shape_are_exact() -> None:
+    op = OPS[0]
+    inputs = draw(op, vocab=5)
+    with on_mesh((2,)) as mesh:
+        local = inputs["logits"].split([3, 2], -1)[rank()].contiguous()
+        logits = from_parts({rank(): local}, mesh, [Shard(-1)], (6, 5))
+        out = dv.logprobs(logits, inputs["index"])
+    assert_values(parts(out)[rank()], expect(op, inputs).outputs[0])
+
+
+@two_ranks
+@eager
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_refusals_are_alike(op: Op) -> None:
+    """Of Partial logits and of a wrong vocab_size: a text, and no rank that waits."""
+    inputs = draw(op)
+    with on_mesh((2,)) as mesh:
+        partial = [
+            from_parts({rank(): x}, mesh, [Partial()], x.shape) if name in op.logits else x
+            for name, x in inputs.items()
+        ]
+        assert "Partial" in raised_everywhere(ValueError, lambda: op(*partial))
+        sharded = [
+            distribute(x, mesh, [Shard(-1)]) if name in op.logits else x
+            for name, x in inputs.items()
+        ]
+        raised_everywhere(ValueError, lambda: op(*sharded, vocab_size=11))
+
+
+# ------------------------------------------------------------------ a column-parallel LM head
+
+
+def train(head: nn.Module, hidden: Tensor, index: Tensor, teacher: Tensor) -> list[Tensor]:
+    """A loss of several ops, and the gradients of the head and of what it reads."""
+    logits = head(hidden)
+    loss = (
+        -dv.logprobs(logits, index).mean()
+        - 0.1 * dv.entropy(logits).mean()
+        + dv.kl_div(logits, teacher, reverse=True).mean()
+    )
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    loss.backward()
+    return [loss.detach(), head.weight.grad, hidden.grad]
+
+
+def train_like_one_process(ranks: int) -> None:
+    """Gradients as on one process: no factor of the ranks."""
+    torch.manual_seed(1)
+    weight, teacher = torch.randn(11, 8), torch.randn(5, 11)
+    index = torch.randint(11, (5,))
+    hidden = torch.randn(5, 8)
+
+    def fresh() -> tuple[nn.Linear, Tensor]:
+        head = nn.Linear(8, 11, bias=False)
+        head.weight.data.copy_(weight)
+        return head, hidden.clone().requires_grad_()
+
+    expected = train(*fresh(), index, teacher)
+    with on_mesh((ranks,)) as mesh:
+        head, leaf = fresh()
+        style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        head = parallelize_module(head, mesh, style)
+        loss, to_weight, to_hidden = train(
+            head, leaf, index, distribute(teacher, mesh, [Shard(-1)])
+        )
+        to_weight = to_weight.full_tensor()
+    for actual, wanted in zip((loss, to_weight, to_hidden), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
+@two_ranks
+@eager
+def test_column_parallel_head_on_two_ranks() -> None:
+    train_like_one_process(2)
+
+
+@four_ranks
+@eager
+def test_column_parallel_head_on_four_ranks() -> None:
+    train_like_one_process(4)
