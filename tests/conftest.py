@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+
+# Each process would start a pool of compilers, for the few small kernels that it compiles.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
