@@ -17,6 +17,7 @@ import dtensor_vocab as dv
 from bench import naive
 
 __all__ = [
+    "APART",
     "COMPILED",
     "GATHER",
     "IN_PLACE",
@@ -36,6 +37,7 @@ K = 64
 OURS = "dtensor_vocab"
 IN_PLACE = "dtensor_vocab in place"
 NAIVE = "naive"
+APART = "the two ops apart"
 GATHER = "gather, naive"
 LOSS_PARALLEL = "loss_parallel"
 COMPILED = " compiled"
@@ -149,7 +151,7 @@ OPS = {
             "logprobs_and_entropy",
             *JOINT,
             passes=3,
-            others={**_in_place(dv.logprobs_and_entropy), "the two ops apart": _apart},
+            others={**_in_place(dv.logprobs_and_entropy), APART: _apart},
         ),
         Op("kl_div", *KL, passes=5, gradients=STUDENT),
         Op("kl_div, reverse", *REVERSE_KL, passes=5, gradients=STUDENT),

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from bench.cases import Run
 from bench.check import check, sample
 from bench.inputs import make, place, upstream
-from bench.ops import IN_PLACE, LOSS_PARALLEL, OPS, as_tuple
+from bench.ops import APART, IN_PLACE, LOSS_PARALLEL, OPS, as_tuple
 from bench.peak import peak_above_inputs
 
 __all__ = ["serve", "serve_machine"]
@@ -181,7 +181,7 @@ class Measured:
         self.upstream: list[Tensor] | None = None
         most = MOST_LOGITS[device.type] // math.prod(run.case.shape)
         self.calls = max(1, min(MOST_CALLS, most))
-        check(op, samples, *self._call())
+        check(op, samples, *self._call(), gradients_are_sums=run.provider == APART)
         self._restore()
         self._call()
 
