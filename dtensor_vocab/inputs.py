@@ -201,7 +201,7 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
     if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
         got = type(temperature).__name__
         raise TypeError(f"{function}: expected temperature to be a float or a Tensor, got {got}")
-    if not (temperature > 0 and math.isfinite(temperature)):
+    if not 0 < temperature < math.inf:  # math.isfinite does not trace
         raise ValueError(f"{function}: expected 0 < temperature < inf, got {temperature}")
     if temperature == 1:
         return None
