@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        return self.hidden, *self.heads
+        return tuple(x for x in (self.hidden, *self.heads) if x.requires_grad)
 
 
 def draw_batch(
@@ -66,13 +66,17 @@ def draw_batch(
 
 
 def loss_of(op: Op) -> Callable[..., Tensor]:
-    """A function of a batch: the op on logits made inside of it, what is masked left out."""
+    """A function of a batch: the op on logits made inside of it, what is masked left out.
+
+    The logits of a head that needs no gradient are constants.
+    """
     function, options = getattr(dv, op.name), dict(op.options)
 
     def loss(
         hidden: Tensor, heads: Sequence[Tensor], others: Sequence[Tensor], mask: Tensor
     ) -> Tensor:
-        outputs = function(*(hidden @ head.t() for head in heads), *others, **options)
+        logits = [(hidden if head.requires_grad else hidden.detach()) @ head.t() for head in heads]
+        outputs = function(*logits, *others, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         losses = [_masked_sum(out, mask) for out in outputs if out.is_floating_point()]
         return sum(losses[1:], losses[0]) if losses else outputs[0]

@@ -78,7 +78,7 @@ def test_two_graphs_for_all_numbers_of_rows_on_ranks(op: Op, eager_kernels: None
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("op", named("logprobs", "cross_entropy", "js_div")[1:], ids=str)
+@pytest.mark.parametrize("op", [named("logprobs")[0], named("cross_entropy")[-1]], ids=str)
 def test_graphs_where_ranks_share_an_odd_number_of_rows(op: Op, eager_kernels: None) -> None:
     with on_mesh((2, 2)) as mesh:
         batches = [

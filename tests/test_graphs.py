@@ -1,0 +1,382 @@
+"""What is in the compiled graphs of a step: an op's own operators, one collective, no more.
+
+The graphs are as Inductor gets them, split into forward and backward by its partitioner, on rank
+0 of a mesh over a process group that communicates nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from tests.ops import OPS, Op, named
+from tests.rank_zero import lone_rank, place
+from tests.ranks import on_mesh
+from tests.step import Batch, compiled, draw_batch, loss_of, train
+
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
+ROWS, VOCAB = 7, 37
+COLUMNS = (19, 18)
+"""Of each rank's shard: sizes that no other tensor's dims have."""
+
+COLLECTIVES = ("all_gather_into_tensor", "wait_tensor")
+VIEWS = ("t", "transpose", "permute", "view", "detach", "alias")
+WAITS_FOR_THE_DEVICE = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal")
+
+
+class Graphs(NamedTuple):
+    forward: fx.Graph
+    backward: fx.Graph
+
+    def __str__(self) -> str:
+        """The package's operators and the collectives: others differ between torch versions."""
+        lines = []
+        for name, graph in self._asdict().items():
+            lines += [f"{name}:", *(f"  {operator}" for operator in ours(graph))]
+        return "\n".join(lines)
+
+
+def graphs_of(op: Op, sharded: bool = True, constant_teacher: bool = False) -> Graphs:
+    """The graphs of a step with the op, on rank 0 of two if ``sharded``."""
+    key = (str(op), sharded, constant_teacher)
+    if key not in _SEEN:
+        with lone_rank(2) if sharded else contextlib.nullcontext() as mesh:
+            batch = draw(op, mesh=mesh, place=place)
+            if constant_teacher:
+                batch.heads[op.logits.index("teacher")].requires_grad_(False)
+            _SEEN[key] = capture(op, batch)
+    return _SEEN[key]
+
+
+_SEEN: dict[Any, Graphs] = {}
+
+
+def draw(op: Op, **options: Any) -> Batch:
+    """In bfloat16, so that whatever is computed in fp32 can be told from the logits."""
+    return draw_batch(op, (ROWS,), VOCAB, torch.bfloat16, **options)
+
+
+def capture(op: Op, batch: Batch) -> Graphs:
+    graphs = {"forward": fx.Graph(), "backward": fx.Graph()}
+
+    def keep_as(name: str) -> Any:
+        def compiler(module: fx.GraphModule, example_inputs: Any) -> Any:
+            graphs[name] = module.graph
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=keep_as("forward"),
+        bw_compiler=keep_as("backward"),
+        inference_compiler=keep_as("forward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    train(compiled(loss_of(op), backend=backend), batch)
+    return Graphs(**graphs)
+
+
+def calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def short_name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+
+
+def ours(graph: fx.Graph) -> list[str]:
+    namespaces = ("dtensor_vocab", "_c10d_functional")
+    return [
+        short_name(node)
+        for node in calls(graph)
+        if getattr(node.target, "namespace", None) in namespaces
+    ]
+
+
+# ------------------------------------------------------------------ each op
+
+
+def snapshot(name: str, number: int = 0, constant_teacher: bool = False) -> str:
+    """The graphs of one of the ops of a name, sharded over two ranks."""
+    return str(graphs_of(named(name)[number], constant_teacher=constant_teacher))
+
+
+def test_logprobs() -> None:
+    assert_expected_inline(
+        snapshot("logprobs"),
+        """\
+forward:
+  softmax_stats
+  all_gather_into_tensor
+  wait_tensor
+  logprobs_merge
+backward:
+  logprobs_backward""",
+    )
+
+
+def test_logprobs_of_k_ids() -> None:
+    assert_expected_inline(
+        snapshot("logprobs", 1),
+        """\
+forward:
+  softmax_stats
+  all_gather_into_tensor
+  wait_tensor
+  logprobs_merge
+backward:
+  logprobs_backward""",
+    )
+
+
+def test_entropy() -> None:
+    assert_expected_inline(
+        snapshot("entropy"),
+        """\
+forward:
+  softmax_stats
+  all_gather_into_tensor
+  wait_tensor
+  entropy_merge
+backward:
+  entropy_backward""",
+    )
+
+
+def test_logprobs_and_entropy() -> None:
+    assert_expected_inline(
+        snapshot("logprobs_and_entropy"),
+        """\
+forward:
+  softmax_stats
+  all_gather_into_tensor
+  wait_tensor
+  logprobs_and_entropy_merge
+backward:
+  logprobs_and_entropy_backward""",
+    )
+
+
+def test_kl_div() -> None:
+    assert_expected_inline(
+        snapshot("kl_div"),
+        """\
+forward:
+  kl_div_stats
+  all_gather_into_tensor
+  wait_tensor
+  kl_div_merge
+backward:
+  kl_div_backward_both""",
+    )
+
+
+def test_kl_div_to_a_constant_teacher() -> None:
+    assert_expected_inline(
+        snapshot("kl_div", constant_teacher=True),
+        """\
+forward:
+  kl_div_stats
+  all_gather_into_tensor
+  wait_tensor
+  kl_div_merge
+backward:
+  kl_div_backward""",
+    )
+
+
+def test_js_div() -> None:
+    assert_expected_inline(
+        snapshot("js_div"),
+        """\
+forward:
+  kl_div_stats
+  all_gather_into_tensor
+  wait_tensor
+  js_div_normalize
+  js_div_stats
+  all_gather_into_tensor
+  wait_tensor
+  js_div_merge
+backward:
+  js_div_backward_both""",
+    )
+
+
+def test_js_div_to_a_constant_teacher() -> None:
+    assert_expected_inline(
+        snapshot("js_div", constant_teacher=True),
+        """\
+forward:
+  kl_div_stats
+  all_gather_into_tensor
+  wait_tensor
+  js_div_normalize
+  js_div_stats
+  all_gather_into_tensor
+  wait_tensor
+  js_div_merge
+backward:
+  js_div_backward""",
+    )
+
+
+def test_cross_entropy() -> None:
+    assert_expected_inline(
+        snapshot("cross_entropy"),
+        """\
+forward:
+  softmax_stats
+  all_gather_into_tensor
+  wait_tensor
+  cross_entropy_merge
+backward:
+  cross_entropy_backward""",
+    )
+
+
+def test_cross_entropy_mean() -> None:
+    assert_expected_inline(
+        snapshot("cross_entropy", 1),
+        """\
+forward:
+  softmax_stats
+  all_gather_into_tensor
+  wait_tensor
+  cross_entropy_merge
+backward:
+  cross_entropy_backward""",
+    )
+
+
+def test_topk_logprobs() -> None:
+    assert_expected_inline(
+        snapshot("topk_logprobs"),
+        """\
+forward:
+  topk_logprobs_stats
+  all_gather_into_tensor
+  wait_tensor
+  topk_logprobs_merge
+backward:
+  logprobs_backward""",
+    )
+
+
+def test_argmax() -> None:
+    assert_expected_inline(
+        snapshot("argmax"),
+        """\
+forward:
+  argmax_stats
+  all_gather_into_tensor
+  wait_tensor
+  argmax_merge
+backward:""",
+    )
+
+
+def test_topk_kl_div() -> None:
+    assert_expected_inline(
+        snapshot("topk_kl_div"),
+        """\
+forward:
+  softmax_stats
+  all_gather_into_tensor
+  wait_tensor
+  topk_kl_div_merge
+backward:
+  topk_kl_div_backward""",
+    )
+
+
+def test_topk_kl_div_with_tail() -> None:
+    assert_expected_inline(
+        snapshot("topk_kl_div", 1),
+        """\
+forward:
+  topk_kl_div_stats
+  all_gather_into_tensor
+  wait_tensor
+  topk_kl_div_merge
+backward:
+  topk_kl_div_backward""",
+    )
+
+
+# ------------------------------------------------------------------ all ops
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_logits_are_read_once_each_way(op: Op) -> None:
+    forward, backward = graphs_of(op)
+    heads = [node for node in calls(forward) if short_name(node) == "mm"]
+    assert len(heads) == len(op.logits)
+    reads = 2 if op.name == "js_div" else 1
+    for logits in heads:
+        assert len(readers(logits)) == reads
+    saved = [node for node in backward.nodes if node.op == "placeholder" and is_whole(node)]
+    assert len(saved) == (0 if op.constant else len(op.logits))
+    for logits in saved:
+        assert len(readers(logits)) == 1
+
+
+def readers(node: fx.Node) -> set[fx.Node]:
+    """The operators that read a tensor, through its views too."""
+    users = {user for user in node.users if user.op == "call_function"}
+    views = {user for user in users if short_name(user) in VIEWS}
+    return (users - views).union(*map(readers, views))
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(getattr(node.meta.get("val"), "shape", ()))
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether it is as large as the logits that a rank has."""
+    return ROWS in shape(node) and not {*COLUMNS, VOCAB}.isdisjoint(shape(node))
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_nothing_as_large_as_the_logits_but_them_and_their_gradients(op: Op) -> None:
+    """And these in the logits' own dtype."""
+    forward, backward = graphs_of(op)
+    whole = [node for graph in (forward, backward) for node in graph.nodes if is_whole(node)]
+    assert whole
+    assert all(node.meta["val"].dtype == torch.bfloat16 for node in whole)
+    made = [node for node in whole if node.op == "call_function" and short_name(node) not in VIEWS]
+    gradients = 0 if op.constant else len(op.logits)
+    assert len(made) == len(op.logits) + gradients
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_nothing_waits_for_the_device(op: Op, sharded: bool) -> None:
+    for graph in graphs_of(op, sharded):
+        assert not [node for node in calls(graph) if short_name(node) in WAITS_FOR_THE_DEVICE]
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_sharding_adds_the_collectives_alone(op: Op) -> None:
+    for plain, sharded in zip(graphs_of(op, sharded=False), graphs_of(op), strict=True):
+        assert ours(plain) == [name for name in ours(sharded) if name not in COLLECTIVES]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_all_ranks_have_the_same_graphs(op: Op) -> None:
+    with on_mesh((2,)) as mesh:
+        graphs = capture(op, draw(op, mesh=mesh))
+    mine = [[str(node.target) for node in calls(graph)] for graph in graphs]
+    everyones: list[Any] = [None] * 2
+    dist.all_gather_object(everyones, mine)
+    assert everyones == [mine, mine]
