@@ -246,7 +246,7 @@ def train(
     for step in range(1, job.steps + 1):
         run.cross_entropy_step()
         report(step, job.steps, f"cross-entropy {run.outcome.losses[-1]:.4f}")
-    frozen = run.build().requires_grad_(False)
+    frozen = run.build()  # used under no_grad alone, as sampling is: they share compiled code
     frozen.load_state_dict(run.model.state_dict())
     for step in range(1, job.policy_steps + 1):
         run.policy_step(frozen)
