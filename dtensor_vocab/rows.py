@@ -36,13 +36,18 @@ def prepare(
     start: Tensor,
     vocab_size: int | None,
     dtype: torch.dtype | None = None,
+    column: Tensor | None = None,
 ) -> Tensor:
-    """The logits that the softmax is taken of: scaled, and -inf from ``vocab_size`` on."""
+    """The logits that the softmax is taken of: scaled, and -inf from ``vocab_size`` on.
+
+    ``column`` says which columns ``x`` holds, if not all.
+    """
     x = x.to(dtype or math_dtype(x))
     if temperature is not None:
         x = x / temperature.to(x.dtype)
     if vocab_size is not None:
-        column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+        if column is None:
+            column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
         x = torch.where(column < vocab_size - start, x, -torch.inf)
     return x
 
@@ -66,10 +71,12 @@ def local_ids(index: Tensor, start: Tensor, columns: int) -> tuple[Tensor, Tenso
     return local.clamp(0, max(columns - 1, 0)), owned
 
 
-def pick(x: Tensor, index: Tensor, start: Tensor, columns: int) -> Tensor:
-    """``x[index]`` where the shard owns the id, else 0: the shards' picks add up."""
+def pick(
+    logits: Tensor, temperature: Tensor | None, index: Tensor, start: Tensor, columns: int
+) -> Tensor:
+    """The scaled logits at ids that the shard owns, else 0: the shards' picks add up."""
     local, owned = local_ids(index, start, columns)
-    return torch.where(owned, x.gather(-1, local), 0)
+    return torch.where(owned, prepare(logits.gather(-1, local), temperature, start, None), 0)
 
 
 def coverage(

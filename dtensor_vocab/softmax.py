@@ -140,7 +140,11 @@ def _shard_stats(
         stats.append(torch.where(column < tokens, shifted, 0).sum(-1))
         stats.append(tokens.to(x.dtype).expand(maximum.shape))
     stats = torch.stack(stats, -1)
-    return stats if index is None else torch.cat([stats, pick(x, index, start, columns)], -1)
+    return (
+        stats
+        if index is None
+        else torch.cat([stats, pick(logits, temperature, index, start, columns)], -1)
+    )
 
 
 # ---- merge of the shards
@@ -233,7 +237,17 @@ class SoftmaxGradient:
         entries = None if index is None else self._at_ids(logits, saved, index, *rest)
         self._overwrite(logits, saved, index, *rest)
         if entries is not None:
-            logits.scatter_(-1, *entries)
+            _write(logits, *entries)
+
+
+def _write(logits: Tensor, column: Tensor, values: Tensor) -> None:
+    """``logits.scatter_(-1, column, values)``, which makes an fp32 copy of bf16 on CPUs."""
+    sizes, ndim = column.shape[:-1], column.dim()
+    rows = [
+        torch.arange(size, device=column.device).view(-1, *[1] * (ndim - 1 - dim))
+        for dim, size in enumerate(sizes)
+    ]
+    logits.index_put_((*rows, column), values)
 
 
 def _by_rows(logits, saved, index, temperature, vocab_start, vocab_size, *values) -> list[Any]:
@@ -258,7 +272,7 @@ def _at_ids(index, terms, logits, saved, temperature, start, vocab_size) -> tupl
     An id of another shard stands for the column it is clamped to, without a c of its own.
     """
     local, owned = local_ids(index, start, logits.shape[-1])
-    x = prepare(logits, temperature, start, vocab_size).gather(-1, local)
+    x = prepare(logits.gather(-1, local), temperature, start, vocab_size, column=local)
     slope, maximum, log_sum = terms.a, saved[..., :1], saved[..., 1:2]
     if terms.at_index is not None:
         named = sum_equal(local, owned.to(x.dtype)) > 0
