@@ -18,7 +18,7 @@ from dtensor_vocab.inputs import check_logits, check_pair, check_temperature
 from dtensor_vocab.kernel import Rows, kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
-from dtensor_vocab.rows import check, fault, math_dtype, prepare, rebase
+from dtensor_vocab.rows import check, fault, math_dtype, prepare, rebase, sum_columns
 from dtensor_vocab.softmax import empty_grad
 
 __all__ = ["js_div"]
@@ -78,7 +78,7 @@ def _new_stats(student, norms, vocab_start) -> Tensor:
 @kernel
 def _terms(student, teacher, norms, temperature, start, vocab_size, beta):
     p_s, log_s, p_t, log_t = _ratios(student, teacher, norms, temperature, start, vocab_size, beta)
-    return torch.stack([(p_s * log_s).sum(-1), (p_t * log_t).sum(-1)], -1)
+    return torch.stack([sum_columns(p_s * log_s), sum_columns(p_t * log_t)], -1)
 
 
 def _ratios(student, teacher, norms, temperature, start, vocab_size, beta):

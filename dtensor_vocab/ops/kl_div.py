@@ -20,7 +20,7 @@ from dtensor_vocab.autograd import PerToken, differentiable_once
 from dtensor_vocab.inputs import check_logits, check_pair, check_temperature
 from dtensor_vocab.kernel import Rows, kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare, rebase
+from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare, rebase, sum_columns
 from dtensor_vocab.softmax import empty_grad
 
 __all__ = ["KLDiv", "kl_div", "kl_div_stats"]
@@ -75,7 +75,7 @@ def _shard_stats(a, b, temperature, start, columns, vocab, shard_size, vocab_siz
     a, b = rebase(a, maximum_a.unsqueeze(-1)), rebase(b, maximum_b.unsqueeze(-1))
     mass = a.exp()
     cross = torch.where(b == -torch.inf, torch.inf, mass * (a - b))
-    cross = torch.where(a == -torch.inf, 0, cross).sum(-1)
+    cross = sum_columns(torch.where(a == -torch.inf, 0, cross))
     sound = coverage(a, start, columns, vocab, shard_size, None, vocab_size, None)
     return torch.stack([maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1), cross], -1)
 
