@@ -14,8 +14,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import dtensor_vocab as dv
-from tests.ops import LOGITS, Op, draw
+from tests.ops import LOGITS, OPS, Op, draw
 from tests.ranks import distribute
+
+ONE_EACH = list({op.name: op for op in OPS}.values())
+"""One for each public function."""
 
 WIDTH = 4
 

@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 import dtensor_vocab as dv
 from tests.ops import LOGITS, OPS, PAIRS, WITH_IDS, Op, draw, named
 from tests.ranks import distribute, on_mesh
-from tests.step import Batch, compiled, draw_batch, loss_of, train
+from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
-ONE_EACH = list({op.name: op for op in OPS}.values())
-"""One for each public function."""
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)

@@ -1,22 +1,17 @@
-"""What is in the compiled graphs of a step: an op's own operators, one collective, no more.
-
-The graphs are as Inductor gets them, split into forward and backward by its partitioner, on rank
-0 of a mesh over a process group that communicates nothing.
-"""
+"""What is in the compiled graphs of a step: an op's own operators, one collective, no more."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 
+from tests.graphs import Graphs, calls, ours, short_name
 from tests.ops import OPS, Op, named
 from tests.rank_zero import lone_rank, place
 from tests.ranks import on_mesh
@@ -31,18 +26,6 @@ COLUMNS = (19, 18)
 COLLECTIVES = ("all_gather_into_tensor", "wait_tensor")
 VIEWS = ("t", "transpose", "permute", "view", "detach", "alias")
 WAITS_FOR_THE_DEVICE = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal")
-
-
-class Graphs(NamedTuple):
-    forward: fx.Graph
-    backward: fx.Graph
-
-    def __str__(self) -> str:
-        """The package's operators and the collectives: others differ between torch versions."""
-        lines = []
-        for name, graph in self._asdict().items():
-            lines += [f"{name}:", *(f"  {operator}" for operator in ours(graph))]
-        return "\n".join(lines)
 
 
 def graphs_of(op: Op, sharded: bool = True, constant_teacher: bool = False) -> Graphs:
@@ -66,40 +49,9 @@ def draw(op: Op, **options: Any) -> Batch:
 
 
 def capture(op: Op, batch: Batch) -> Graphs:
-    graphs = {"forward": fx.Graph(), "backward": fx.Graph()}
-
-    def keep_as(name: str) -> Any:
-        def compiler(module: fx.GraphModule, example_inputs: Any) -> Any:
-            graphs[name] = module.graph
-            return make_boxed_func(module.forward)
-
-        return compiler
-
-    backend = aot_autograd(
-        fw_compiler=keep_as("forward"),
-        bw_compiler=keep_as("backward"),
-        inference_compiler=keep_as("forward"),
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    train(compiled(loss_of(op), backend=backend), batch)
-    return Graphs(**graphs)
-
-
-def calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function"]
-
-
-def short_name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-
-
-def ours(graph: fx.Graph) -> list[str]:
-    namespaces = ("dtensor_vocab", "_c10d_functional")
-    return [
-        short_name(node)
-        for node in calls(graph)
-        if getattr(node.target, "namespace", None) in namespaces
-    ]
+    graphs = Graphs()
+    train(compiled(loss_of(op), backend=graphs.backend), batch)
+    return graphs
 
 
 # ------------------------------------------------------------------ each op
@@ -318,13 +270,13 @@ backward:
 
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_logits_are_read_once_each_way(op: Op) -> None:
-    forward, backward = graphs_of(op)
-    heads = [node for node in calls(forward) if short_name(node) == "mm"]
+    graphs = graphs_of(op)
+    heads = [node for node in calls(graphs.forward) if short_name(node) == "mm"]
     assert len(heads) == len(op.logits)
     reads = 2 if op.name == "js_div" else 1
     for logits in heads:
         assert len(readers(logits)) == reads
-    saved = [node for node in backward.nodes if node.op == "placeholder" and is_whole(node)]
+    saved = [node for node in graphs.backward.nodes if node.op == "placeholder" and is_whole(node)]
     assert len(saved) == (0 if op.constant else len(op.logits))
     for logits in saved:
         assert len(readers(logits)) == 1
@@ -349,8 +301,8 @@ def is_whole(node: fx.Node) -> bool:
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_nothing_as_large_as_the_logits_but_them_and_their_gradients(op: Op) -> None:
     """And these in the logits' own dtype."""
-    forward, backward = graphs_of(op)
-    whole = [node for graph in (forward, backward) for node in graph.nodes if is_whole(node)]
+    graphs = graphs_of(op)
+    whole = [node for graph in graphs.both for node in graph.nodes if is_whole(node)]
     assert whole
     assert all(node.meta["val"].dtype == torch.bfloat16 for node in whole)
     made = [node for node in whole if node.op == "call_function" and short_name(node) not in VIEWS]
@@ -361,13 +313,14 @@ def test_nothing_as_large_as_the_logits_but_them_and_their_gradients(op: Op) -> 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_nothing_waits_for_the_device(op: Op, sharded: bool) -> None:
-    for graph in graphs_of(op, sharded):
+    for graph in graphs_of(op, sharded).both:
         assert not [node for node in calls(graph) if short_name(node) in WAITS_FOR_THE_DEVICE]
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_sharding_adds_the_collectives_alone(op: Op) -> None:
-    for plain, sharded in zip(graphs_of(op, sharded=False), graphs_of(op), strict=True):
+    pairs = zip(graphs_of(op, sharded=False).both, graphs_of(op).both, strict=True)
+    for plain, sharded in pairs:
         assert ours(plain) == [name for name in ours(sharded) if name not in COLLECTIVES]
 
 
@@ -376,7 +329,7 @@ def test_sharding_adds_the_collectives_alone(op: Op) -> None:
 def test_all_ranks_have_the_same_graphs(op: Op) -> None:
     with on_mesh((2,)) as mesh:
         graphs = capture(op, draw(op, mesh=mesh))
-    mine = [[str(node.target) for node in calls(graph)] for graph in graphs]
+    mine = [[str(node.target) for node in calls(graph)] for graph in graphs.both]
     everyones: list[Any] = [None] * 2
     dist.all_gather_object(everyones, mine)
     assert everyones == [mine, mine]

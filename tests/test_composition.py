@@ -1,0 +1,342 @@
+"""The ops under what else torch puts round a step: recomputation, autocast, tracing, transforms."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import dtensor_vocab as dv
+from tests.graphs import Graphs, ours
+from tests.ops import LOGITS, Inputs, Op, draw, named
+from tests.oracle import assert_bytes_equal
+from tests.ranks import Collectives, on_mesh, parts
+from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
+
+DIFFERENTIABLE = [op for op in ONE_EACH if not op.constant]
+
+
+def assert_identical(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """Equal to the bit, on every rank that there is here."""
+    for got, wanted in zip(actual, expected, strict=True):
+        for rank, local in parts(got).items():
+            assert_bytes_equal(local.detach(), parts(wanted)[rank].detach())
+
+
+# ------------------------------------------------------------------ activation checkpointing
+
+
+def save_the_package(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if getattr(operator, "namespace", None) == "dtensor_vocab":
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CONTEXTS = {
+    "full": {},
+    "selective": {
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, save_the_package)
+    },
+}
+
+
+def checkpointed(loss: Callable[..., Tensor], how: str) -> Callable[..., Tensor]:
+    def recomputed(*batch: Any) -> Tensor:
+        return checkpoint(loss, *batch, use_reentrant=False, **CONTEXTS[how])
+
+    return recomputed
+
+
+@pytest.mark.parametrize("how", CONTEXTS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_checkpoint(op: Op, how: str, eager_kernels: None) -> None:
+    batch, loss = draw_batch(op), loss_of(op)
+    expected = train(loss, batch)
+    assert_identical(train(checkpointed(loss, how), batch), expected)
+    actual = train(compiled(checkpointed(loss, how), backend="aot_eager"), batch)
+    assert_identical(actual, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", CONTEXTS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_checkpoint_on_ranks(op: Op, how: str, eager_kernels: None) -> None:
+    """A step communicates once where the op is saved, and again where it is computed again."""
+    forward = 2 if op.name == "js_div" else 1
+    with on_mesh((2,)) as mesh:
+        batch, loss = draw_batch(op, mesh=mesh), loss_of(op)
+        expected = train(loss, batch)
+        with Collectives() as collectives:
+            assert_identical(train(checkpointed(loss, how), batch), expected)
+        assert len(collectives.seen) == (forward if how == "selective" else 2 * forward)
+
+        graphs = Graphs()
+        step = compiled(checkpointed(loss, how), backend=graphs.backend)
+        assert_identical(train(step, batch), expected)
+    gathers = [ours(graph).count("all_gather_into_tensor") for graph in graphs.both]
+    assert gathers == [forward, 0 if how == "selective" else forward]
+
+
+# ------------------------------------------------------------------ autocast
+
+NOWHERE = contextlib.nullcontext
+AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+POSITIONS = {
+    "forward": (AUTOCAST, NOWHERE),
+    "backward": (NOWHERE, AUTOCAST),
+    "both": (AUTOCAST, AUTOCAST),
+}
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_autocast_changes_no_bit(
+    op: Op, dtype: torch.dtype, position: str, eager_kernels: None
+) -> None:
+    inputs = draw(op, dtype=dtype)
+    round_forward, round_backward = POSITIONS[position]
+    expected = call(op, inputs)
+    assert_identical(call(op, inputs, round_forward, round_backward), expected)
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_autocast_in_compiled_code_changes_no_bit(op: Op, eager_kernels: None) -> None:
+    def under_autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
+        with AUTOCAST():
+            return op(*inputs)
+
+    inputs = draw(op, dtype=torch.bfloat16)
+    expected = call(op, inputs)
+    inside = compiled(under_autocast, backend="aot_eager")
+    assert_identical(call(inside, inputs), expected)
+    outside = compiled(lambda *inputs: op(*inputs), backend="aot_eager")
+    assert_identical(call(outside, inputs, AUTOCAST), expected)
+
+
+@pytest.mark.parametrize("op", named("logprobs", "kl_div"), ids=str)
+def test_autocast_changes_no_compiled_kernel(op: Op) -> None:
+    inputs = draw(op, dtype=torch.bfloat16)
+    assert_identical(call(op, inputs, AUTOCAST, AUTOCAST), call(op, inputs))
+
+
+def call(
+    function: Callable[..., Any],
+    inputs: Inputs,
+    round_forward: Callable[[], Any] = NOWHERE,
+    round_backward: Callable[[], Any] = NOWHERE,
+) -> list[Tensor]:
+    """Results, and gradients of the logits where there are any."""
+    logits = [x.detach().requires_grad_() if name in LOGITS else x for name, x in inputs.items()]
+    with round_forward():
+        outputs = function(*logits)
+    wanted = [out for out in outputs if out.requires_grad]
+    if not wanted:
+        return list(outputs)
+    leaves = [x for x in logits if x.requires_grad]
+    with round_backward():
+        gradients = torch.autograd.grad(wanted, leaves, [torch.ones_like(out) for out in wanted])
+    return [*(out.detach() for out in outputs), *gradients]
+
+
+# ------------------------------------------------------------------ inference and training
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_inference_then_training(op: Op, eager_kernels: None) -> None:
+    batch = draw_batch(op)
+    check_inference_then_training(loss_of(op), batch)
+    check_inference_then_training(compiled(loss_of(op), backend="aot_eager"), batch)
+
+
+@pytest.mark.parametrize("op", named("logprobs", "kl_div")[1:3], ids=str)
+def test_inference_then_training_with_compiled_kernels(op: Op) -> None:
+    batch = draw_batch(op)
+    check_inference_then_training(loss_of(op), batch)
+    check_inference_then_training(compiled(loss_of(op), backend="inductor"), batch)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_inference_then_training_on_ranks(op: Op, eager_kernels: None) -> None:
+    """Compiled, the whole step; as it is, the op, since DTensor has no views in inference mode."""
+    with on_mesh((2,)) as mesh:
+        batch = draw_batch(op, mesh=mesh)
+        check_inference_then_training(compiled(loss_of(op), backend="aot_eager"), batch)
+
+        hidden, heads, others, _ = batch
+        inputs = [*(hidden.detach() @ head.detach().t() for head in heads), *others]
+        with torch.inference_mode():
+            values = list(op(*inputs))
+        for x in inputs[: len(heads)]:
+            x.requires_grad_()
+        assert_identical(list(op(*inputs)), values)
+
+
+def check_inference_then_training(step: Callable[..., Tensor], batch: Batch) -> None:
+    """One callable, whose values have the same bits in all modes, the last one as the first."""
+    with torch.inference_mode():
+        value = step(*batch)
+    training = train(step, batch)
+    assert_identical(training[:1], [value])
+    with torch.no_grad():
+        assert_identical([step(*batch)], [value])
+    with torch.inference_mode():
+        assert_identical([step(*batch)], [value])
+    assert_identical(train(step, batch), training)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_gradients_accumulate(op: Op, backend: str | None, eager_kernels: None) -> None:
+    loss = loss_of(op)
+    step = loss if backend is None else compiled(loss, backend=backend)
+    first, second = draw_batch(op, seed=1), draw_batch(op, seed=2)
+    second = second._replace(hidden=first.hidden, heads=first.heads)
+    step(*first).backward()
+    step(*second).backward()
+    singly = zip(train(loss, first)[1:], train(loss, second)[1:], strict=True)
+    assert_identical([x.grad for x in first.leaves], [one + other for one, other in singly])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_backward_twice(op: Op, backend: str | None, eager_kernels: None) -> None:
+    batch, loss = draw_batch(op), loss_of(op)
+    step = loss if backend is None else compiled(loss, backend=backend)
+    value = step(*batch)
+    once, again = (torch.autograd.grad(value, batch.leaves, retain_graph=True) for _ in range(2))
+    assert_identical(again, once)
+
+
+# ------------------------------------------------------------------ tracing
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_make_fx(op: Op, mode: str, eager_kernels: None) -> None:
+    """Traced forward and backward, and run on other numbers."""
+    loss = loss_of(op)
+
+    def step(hidden: Tensor, heads: Any, others: Any, mask: Tensor) -> list[Tensor]:
+        hidden = hidden.detach().requires_grad_()
+        heads = [head.detach().requires_grad_() for head in heads]
+        return train(loss, Batch(hidden, tuple(heads), others, mask))
+
+    traced = make_fx(step, tracing_mode=mode)(*draw_batch(op))
+    rows = (9,) if mode == "symbolic" else (6,)
+    batch = draw_batch(op, rows, seed=1)
+    assert_identical(traced(*batch), step(*batch))
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_export(op: Op, eager_kernels: None) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return op(*inputs)
+
+    inputs = tuple(draw(op).values())
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(Model(), inputs, dynamic_shapes=[(({0: rows},) * len(inputs))])
+    for n in (6, 9):
+        inputs = tuple(draw(op, (n,), seed=n).values())
+        assert_identical(program.module()(*inputs), op(*inputs))
+
+
+# ------------------------------------------------------------------ transforms
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_grad(op: Op, eager_kernels: None) -> None:
+    loss, (hidden, *rest) = loss_of(op), draw_batch(op)
+    gradient = torch.func.grad(lambda x: loss(x, *rest))(hidden)
+    assert_identical([gradient], torch.autograd.grad(loss(hidden, *rest), [hidden]))
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_jacrev(op: Op, eager_kernels: None) -> None:
+    logits, *others = draw(op, (3,)).values()
+
+    def values(x: Tensor) -> Tensor:
+        return op(x, *others)[0]
+
+    jacobian = torch.func.jacrev(values)(logits)
+    expected = torch.autograd.functional.jacobian(values, logits)
+    torch.testing.assert_close(jacobian, expected)
+
+
+@pytest.mark.parametrize("in_dim", [0, 1])
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_vmap(op: Op, in_dim: int, eager_kernels: None) -> None:
+    """Over examples of five rows each, all inputs or only the logits or only the others."""
+    inputs = draw(op, (4, 5)).values()
+    batched = [x.transpose(0, in_dim) for x in inputs]
+    one = [x[0] for x in inputs]
+    n = len(op.logits)
+    for arguments, dims in [
+        (batched, [in_dim] * len(one)),
+        ([*batched[:n], *one[n:]], [in_dim] * n + [None] * (len(one) - n)),
+        ([*one[:n], *batched[n:]], [None] * n + [in_dim] * (len(one) - n)),
+    ]:
+        if all(dim is None for dim in dims):
+            continue
+        actual = torch.vmap(lambda *inputs: op(*inputs), in_dims=tuple(dims))(*arguments)
+        singly = [
+            op(
+                *(
+                    x if dim is None else x.select(dim, i)
+                    for x, dim in zip(arguments, dims, strict=True)
+                )
+            )
+            for i in range(4)
+        ]
+        for got, wanted in zip(actual, zip(*singly, strict=True), strict=True):
+            torch.testing.assert_close(got, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_grad_for_each_example(op: Op, eager_kernels: None) -> None:
+    inputs = draw(op, (3, 6)).values()
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return op(*inputs)[0].sum()
+
+    gradients = torch.vmap(torch.func.grad(loss))(*inputs)
+    expected = [torch.func.grad(loss)(*example) for example in zip(*inputs, strict=True)]
+    torch.testing.assert_close(gradients, torch.stack(expected))
+
+
+def test_vmap_checks_ids(eager_kernels: None) -> None:
+    logits, index = torch.randn(3, 4, 5), torch.randint(5, (3, 4))
+    index[2, 1] = 5
+    with pytest.raises(RuntimeError, match="logprobs: expected ids in the range 0 <= id < 5"):
+        torch.vmap(dv.logprobs)(logits, index)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_second_derivatives_are_refused(op: Op, eager_kernels: None) -> None:
+    logits, *others = draw(op).values()
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: op(x, *others)[0].sum())(x).square().sum()
+
+    with pytest.raises(RuntimeError, match=f"{op.name}: expected to be differentiated once"):
+        torch.func.grad(slope)(logits)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_forward_mode_is_refused(op: Op, eager_kernels: None) -> None:
+    logits, *others = draw(op).values()
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: op(x, *others)[0], (logits,), (logits,))
