@@ -19,9 +19,9 @@ __all__ = ["local_part", "make", "place", "placement", "upstream", "vocab_dim"]
 
 HIDDEN = 64
 """Width of the hidden states of ``step``."""
-ON_MESH = ("logits", "student", "teacher", "hidden", "weight")
+ON_MESH = ("logits", "student", "teacher", "hidden", "weight", "mask")
 """What is a DTensor where there are ranks; the other inputs are plain, the same on each."""
-NAMES = (*ON_MESH, "index", "target", "mask", "teacher_ids", "teacher_logprobs")
+NAMES = (*ON_MESH, "index", "target", "teacher_ids", "teacher_logprobs")
 
 
 def make(case: Case, name: str, device: torch.device) -> Tensor:
