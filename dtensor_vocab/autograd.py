@@ -42,6 +42,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
         with torch.no_grad():
             gradients = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():

@@ -220,6 +220,15 @@ def check_row_values(
 
     A plain tensor beside DTensor logits is the same global tensor on all ranks.
     """
+    by_rows = isinstance(logits, DTensor) and any(
+        type(p) is Shard and not _shards_vocab(p, logits) for p in logits.placements
+    )
+    if by_rows and not isinstance(values, DTensor):
+        raise ValueError(
+            f"{function}: expected {name} to be a DTensor, since the logits shard a leading dim "
+            f"({tuple(logits.placements)} on {logits.device_mesh}), got a Tensor, which may be the "
+            "local or the global one; wrap it with DTensor.from_local or distribute_tensor"
+        )
     rows, shape = tuple(logits.shape[:-1]), tuple(values.shape)
     lengths = [len(rows) + len(dims) for dims in trailing]
     if len(shape) not in lengths or shape[: len(rows)] != rows:
@@ -247,12 +256,6 @@ def check_row_values(
                 f"got {values.device_mesh}"
             )
         return values
-    if any(type(p) is Shard and not _shards_vocab(p, logits) for p in logits.placements):
-        raise ValueError(
-            f"{function}: expected {name} to be a DTensor, since the logits shard a leading dim "
-            f"({tuple(logits.placements)} on {logits.device_mesh}), got a Tensor, which may be the "
-            "local or the global one; wrap it with DTensor.from_local or distribute_tensor"
-        )
     return _replicated(values, logits)
 
 

@@ -114,10 +114,16 @@ def _variant(arg: Any) -> Any:
 
 
 def _warn_eager(reason: str) -> None:
-    warnings.warn(
-        f"dtensor_vocab: its kernels run eagerly, several times slower, because {reason}",
-        stacklevel=2,
-    )
+    if not _warned:
+        _warned.append(reason)
+        warnings.warn(
+            f"dtensor_vocab: its kernels run eagerly, several times slower, because {reason}",
+            stacklevel=2,
+        )
+
+
+_warned: list[str] = []
+"""Why kernels run eagerly, once that has been said."""
 
 
 def _in_blocks(fn: Callable[..., Any], *args: Any) -> Any:

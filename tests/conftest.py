@@ -19,6 +19,7 @@ logging.getLogger("torch.__trace").propagate = False  # pages of it in every fai
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n): runs on n spawned processes, over gloo")
+    config.addinivalue_line("markers", "cuda: needs a GPU")
 
 
 @pytest.fixture(autouse=True)

@@ -44,21 +44,24 @@ def draw_batch(
     rows: Sequence[int] = (6,),
     vocab: int = 11,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
     mesh: DeviceMesh | None = None,
     row_placements: Sequence[Placement] = (),
     place: Callable[..., Tensor] = distribute,
     seed: int = 0,
 ) -> Batch:
-    """Random arguments, on ``mesh`` with the heads sharded over its last dim.
+    """Random arguments, some ids to be ignored; on ``mesh`` with heads sharded over its last dim.
 
     ``row_placements`` are those of the rows on the mesh dims before it.
     """
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(*rows, WIDTH, generator=generator).to(dtype)
-    heads = [torch.randn(vocab, WIDTH, generator=generator).to(dtype) for _ in op.logits]
     inputs = draw(op, rows, vocab, seed=seed)
-    others = [value for name, value in inputs.items() if name not in LOGITS]
-    mask = torch.arange(hidden[..., 0].numel()).view(*rows) % 3 > 0
+    if op.ids_name:
+        inputs[op.ids_name][1::4] = -100
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*rows, WIDTH, generator=generator).to(device, dtype)
+    heads = [torch.randn(vocab, WIDTH, generator=generator).to(device, dtype) for _ in op.logits]
+    others = [value.to(device) for name, value in inputs.items() if name not in LOGITS]
+    mask = torch.arange(hidden[..., 0].numel(), device=device).view(*rows) % 3 > 0
     if mesh is not None:
         by_row = [*row_placements, Replicate()]
         by_column = [*[Replicate() for _ in row_placements], Shard(0)]

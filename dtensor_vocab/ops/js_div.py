@@ -92,7 +92,7 @@ def _ratios(student, teacher, norms, temperature, start, vocab_size, beta):
     log_t = (prepare(teacher, temperature, start, vocab_size, dtype) - maximum_t) - log_sum_t
     p_s, p_t = log_s.exp(), log_t.exp()
     gap = log_s - log_t
-    weight = torch.where(gap >= 0, beta, 1 - beta)
+    weight = torch.where(gap >= 0, beta, torch.full_like(gap, 1 - beta))
     larger = -torch.log1p(weight * ((-gap.abs()).exp() - 1))
     log_s = torch.where(p_s == 0, 0, torch.where(gap >= 0, larger, larger + gap))
     log_t = torch.where(p_t == 0, 0, torch.where(gap >= 0, larger - gap, larger))

@@ -133,8 +133,8 @@ def _merge(stats, log_q, reverse, tail):
         rest_q = -torch.expm1(log_q.double().logsumexp(-1, keepdim=True)).to(log_p.dtype)
         log_rest_q = rest_q.clamp_min(rounding / 16).log()
         rest, d, slope_rest_q = _divergence(log_rest_p, log_rest_q, reverse)
-        # no token is left for the student: the teacher has one only beyond its rounding
-        rest = torch.where(empty, torch.where(rest_q > 8 * rounding, torch.inf, 0), rest)
+        if not reverse:  # the student has no tail: infinite if the teacher has, past its rounding
+            rest = torch.where(empty, torch.where(rest_q > 8 * rounding, torch.inf, 0), rest)
         d = torch.where(empty, 0, d)
         mass = torch.where(empty, 0, log_rest_p.exp())
         slope_rest_q = torch.where(empty, 0, slope_rest_q)

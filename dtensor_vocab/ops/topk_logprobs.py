@@ -81,8 +81,10 @@ def _largest(x: Tensor, k: int, start: Tensor, vocab_size: int) -> tuple[Tensor,
         values, columns = block.topk(min(k, n))
         # topk may pick any of those that tie at the boundary: take the first of them instead
         boundary = values[..., -1:]
-        tied = torch.where(block == boundary, column, n).topk(min(k, n), largest=False).values
-        above = (values > boundary).sum(-1, keepdim=True)
+        tied = (block == boundary) | (block.isnan() & boundary.isnan())
+        tied = torch.where(tied, column, n).topk(min(k, n), largest=False).values
+        above = (values > boundary) | (values.isnan() & ~boundary.isnan())  # NaN is the largest
+        above = above.sum(-1, keepdim=True)
         slot = torch.arange(min(k, n), device=x.device)
         tied = tied.gather(-1, (slot - above).clamp_min(0)).long()
         columns = torch.where(slot < above, columns, tied).clamp_max(n - 1)
@@ -134,13 +136,14 @@ class _TopkLogprobs(PerToken):
         stats = topk_logprobs_stats(
             logits, temperature, vocab_start, vocab, shard_size, vocab_size, k
         )
-        return topk_logprobs_merge(stats, temperature, k)
+        log_p, ids, saved = topk_logprobs_merge(stats, temperature, k)
+        return log_p, ids, ids.clone(), saved  # the caller may edit what backward needs
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         logits, temperature, vocab_start, vocab, _, vocab_size, _ = inputs
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, "topk_logprobs", outputs, logits, outputs[1], temperature, vocab_start)
+        PerToken.save(ctx, "topk_logprobs", outputs, logits, outputs[2], temperature, vocab_start)
 
     @staticmethod
     @differentiable_once
@@ -176,7 +179,7 @@ def topk_logprobs(
     Communication: one all-gather of 3 + 2 k numbers a row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
-    Rows: those of :func:`logprobs`; the ids of a row that holds NaN are unspecified.
+    Rows: those of :func:`logprobs`; NaN counts as the largest.
 
     Raises:
         TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
@@ -187,5 +190,5 @@ def topk_logprobs(
     vocabulary = check_logits("topk_logprobs", logits, vocab_size)
     check_k("topk_logprobs", k, vocabulary)
     temperature = check_temperature("topk_logprobs", temperature, logits)
-    log_p, ids, _ = _TopkLogprobs.apply(logits, temperature, *vocabulary, k)
+    log_p, ids, *_ = _TopkLogprobs.apply(logits, temperature, *vocabulary, k)
     return log_p, ids
