@@ -182,7 +182,20 @@ def peaks() -> dict[str, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("case", MEMORY_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            marks=[
+                pytest.mark.xfail(strict=True, reason="kl_div of [B, S, V][:, :-1] makes a copy")
+            ]
+            if case == "kl_div-student-sliced"
+            else [],
+        )
+        for case in MEMORY_CASES
+    ],
+)
 def test_peak_is_the_gradients(case: str, peaks: dict[str, int]) -> None:
     """Above the inputs, and 2 MiB: no copy of the logits, nothing for who needs no gradient."""
     gradient = 512 * 16032 * 2
