@@ -89,7 +89,7 @@ def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
             continue
         if placement.is_partial():
             cure = "redistribute what is Partial to Shard(-1) or Replicate()"
-        elif type(placement) is not Shard:
+        elif not isinstance(placement, Shard):
             cure = f"redistribute {placement} to Shard or Replicate()"
         elif not _shards_vocab(placement, logits):
             continue
@@ -221,7 +221,7 @@ def check_row_values(
     A plain tensor beside DTensor logits is the same global tensor on all ranks.
     """
     by_rows = isinstance(logits, DTensor) and any(
-        type(p) is Shard and not _shards_vocab(p, logits) for p in logits.placements
+        isinstance(p, Shard) and not _shards_vocab(p, logits) for p in logits.placements
     )
     if by_rows and not isinstance(values, DTensor):
         raise ValueError(
@@ -271,6 +271,6 @@ def _check_tensor(function: str, value: Any, name: str) -> None:
 
 
 def _check_int(function: str, value: Any, name: str, wanted: str = "an int") -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         got = type(value).__name__
         raise TypeError(f"{function}: expected {name} to be {wanted}, got {got}")

@@ -83,7 +83,7 @@ def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
     shift = 0 if role == "logits" else 1
     ndim = spec.ndim - shift
     vocab = ndim - 1 if role == "logits" else -1
-    dims = [p.dim - shift if type(p) is Shard else None for p in spec.placements]
+    dims = [p.dim - shift if isinstance(p, Shard) else None for p in spec.placements]
     return [VOCAB if dim == vocab else dim for dim in dims], ndim
 
 

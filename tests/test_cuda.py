@@ -1,0 +1,161 @@
+"""What only a GPU can show: no wait for the device, CUDA graphs, one NCCL rank."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.ops import Op, compare, draw, expect, observe
+from tests.rank_zero import place
+from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+ROWS, VOCAB = 64, 1000
+
+
+def on_gpu(op: Op, seed: int = 0, mesh: DeviceMesh | None = None) -> Batch:
+    return draw_batch(op, (ROWS,), VOCAB, device="cuda", mesh=mesh, place=place, seed=seed)
+
+
+def refill(batch: Batch, fresh: Batch) -> None:
+    with torch.no_grad():
+        for static, new in zip(tree_leaves(batch), tree_leaves(fresh), strict=True):
+            static.copy_(new)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    actual, expected = (x.to_local() if isinstance(x, DTensor) else x for x in (actual, expected))
+    torch.testing.assert_close(actual, expected)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ------------------------------------------------------------------ as on the CPU
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_values_and_gradients(op: Op, dtype: torch.dtype) -> None:
+    inputs = draw(op, (ROWS,), VOCAB, dtype)
+    expected = expect(op, inputs)
+    on_device, grads = tree_map_only(Tensor, lambda x: x.cuda(), (inputs, list(expected.grads)))
+    observed = observe(op, on_device, grads=grads)
+    observed = tree_map_only(Tensor, lambda x: x.detach().cpu(), observed)
+    compare(op, inputs, None, observed, expected)
+
+
+# ------------------------------------------------------------------ no wait, CUDA graphs
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_nothing_waits(op: Op) -> None:
+    check_nothing_waits(loss_of(op), on_gpu(op))
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_nothing_waits_in_compiled_code(op: Op) -> None:
+    check_nothing_waits(compiled(loss_of(op)), on_gpu(op))
+
+
+def check_nothing_waits(step: Callable[..., Tensor], batch: Batch) -> None:
+    train(step, batch)  # compiles
+    with no_waiting():
+        train(step, batch)
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_cuda_graph(op: Op) -> None:
+    check_cuda_graph(loss_of(op), on_gpu(op), [on_gpu(op, seed) for seed in (1, 2, 3)])
+
+
+def check_cuda_graph(step: Callable[..., Tensor], batch: Batch, others: list[Batch]) -> None:
+    """A captured step gives, for what is copied into its buffers, what it gives uncaptured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            train(step, batch)
+    torch.cuda.current_stream().wait_stream(side)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train(step, batch)
+    for fresh in others:
+        expected = train(step, fresh)
+        refill(batch, fresh)
+        graph.replay()
+        for got, wanted in zip(captured, expected, strict=True):
+            assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_reduce_overhead(op: Op) -> None:
+    counters.clear()
+    loss = loss_of(op)
+    step = compiled(loss, mode="reduce-overhead")
+    for seed in range(5):
+        batch = on_gpu(op, seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        for got, wanted in zip(train(step, batch), train(loss, batch), strict=True):
+            assert_close(got, wanted)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_ids_out_of_range() -> None:
+    """A device-side assertion, which ends all work on the GPU: in a process of its own."""
+    program = (
+        "import torch, dtensor_vocab as dv\n"
+        "dv.logprobs(torch.zeros(2, 4, device='cuda'), torch.tensor([0, 4], device='cuda'))\n"
+        "torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "device-side assert" in done.stderr
+
+
+# ------------------------------------------------------------------ one NCCL rank
+
+
+def test_nccl_rank(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_nccl_rank, (tmp_path / "group",), nprocs=1)
+
+
+def _nccl_rank(rank: int, file: Path) -> None:
+    dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=1)
+    mesh = init_device_mesh("cuda", (1,))
+    for op in ONE_EACH:
+        loss, batches = loss_of(op), [on_gpu(op, seed, mesh) for seed in range(4)]
+        step = compiled(loss)
+        for got, wanted, plain in zip(
+            train(step, batches[0]), train(loss, batches[0]), train(loss, on_gpu(op)), strict=True
+        ):
+            assert_close(got, plain)
+            assert_close(wanted, plain)
+        check_nothing_waits(loss, batches[0])
+        check_nothing_waits(step, batches[0])
+        check_cuda_graph(loss, batches[0], batches[1:])
+    dist.destroy_process_group()
