@@ -317,6 +317,7 @@ RANKED_TESTS = """
 import os, time
 import pytest, torch
 import torch.distributed as dist
+from tests.ranks import World
 
 def test_passes():
     total = torch.ones(1)
@@ -324,9 +325,15 @@ def test_passes():
     assert total == 2
 
 def test_same_seed():
-    numbers = [None, None]
-    dist.all_gather_object(numbers, torch.rand(4).tolist())
-    assert numbers[0] == numbers[1]
+    numbers = World.current.gather(torch.rand(4).tolist())
+    assert len(numbers) == 2 and numbers[0] == numbers[1]
+
+def test_exchanges_on_rank_0_alone():
+    assert dist.get_rank() == 0, "gave nothing"
+    World.current.gather(0)
+
+def test_exchanges_again():
+    assert World.current.gather(dist.get_rank()) == [0, 1]
 
 def test_fails_on_rank_1():
     assert dist.get_rank() == 0, "a fault of one rank"
@@ -358,7 +365,9 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> RealRanks:
     return RealRanks(2, [f"{root}/test_ranked.py"], root, collective_timeout=2)
 
 
-@pytest.mark.parametrize("name", ["test_passes", "test_same_seed", "test_passes_again"])
+@pytest.mark.parametrize(
+    "name", ["test_passes", "test_same_seed", "test_exchanges_again", "test_passes_again"]
+)
 def test_pass_on_real_ranks(name: str, ranked: RealRanks) -> None:
     ranked.replay(f"test_ranked.py::{name}")
 
@@ -367,6 +376,7 @@ def test_pass_on_real_ranks(name: str, ranked: RealRanks) -> None:
     "name, text",
     [
         ("test_fails_on_rank_1", "rank 1: .*a fault of one rank"),
+        ("test_exchanges_on_rank_0_alone", "rank 0: .*(?i:time).*rank 1: .*gave nothing"),
         ("test_hangs", "rank 0: .*(?i:time)"),
         ("test_dies", "rank 1: never ended"),
         ("test_never_reached", "rank 0: never ended"),

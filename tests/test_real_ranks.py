@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -26,18 +25,11 @@ def rank() -> int:
     return World.current.rank
 
 
-def of_all_ranks(value: object) -> list[object]:
-    """What each rank has for ``value``."""
-    values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def raised_everywhere(kind: type[Exception], call: Callable[[], object]) -> str:
     """The text of the error that the call raises, alike on every rank."""
     with pytest.raises(kind) as error:
         call()
-    texts = of_all_ranks(str(error.value))
+    texts = World.current.gather(str(error.value))
     assert len(set(texts)) == 1, texts
     return str(error.value)
 
@@ -50,7 +42,7 @@ def raised_everywhere(kind: type[Exception], call: Callable[[], object]) -> str:
 def test_two_ranks_with_compiled_kernels(op: Op) -> None:
     observed = check(op, draw(op, (3, 2), 7), tp(2))
     names = [collective.name for collective in observed.forward]
-    assert of_all_ranks(names) == [names] * 2
+    assert World.current.gather(names) == [names] * 2
 
 
 @four_ranks
@@ -61,7 +53,7 @@ def test_four_ranks(op: Op, vocab: int) -> None:
     """Also with empty shards; as many collectives everywhere, and as much in them."""
     observed = check(op.within(vocab), draw(op, vocab=vocab), tp(4))
     mine = [(c.name, *c.payload.values()) for c in observed.forward + observed.backward]
-    assert of_all_ranks(mine) == [mine] * 4
+    assert World.current.gather(mine) == [mine] * 4
 
 
 @four_ranks
@@ -72,7 +64,7 @@ def test_data_and_tensor_parallel(op: Op, rows: tuple[int, ...]) -> None:
     """One row: a data-parallel rank has none."""
     observed = check(op, draw(op, rows), DP_TP)
     names = [c.name for c in observed.forward]
-    assert of_all_ranks(names) == [names] * 4
+    assert World.current.gather(names) == [names] * 4
 
 
 @four_ranks
