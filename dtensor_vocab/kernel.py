@@ -12,7 +12,7 @@ import math
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dtensor_vocab._private import CompileError, compile_is_disabled
 
-__all__ = ["Rows", "blocks", "kernel", "stats_per_row"]
+__all__ = ["Rows", "blocks", "kernel", "stats_per_row", "take"]
 
 BLOCK_ELEMENTS = 1 << 18
 """How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
@@ -78,14 +78,20 @@ def stats_per_row(stats: Tensor) -> Tensor:
     return stats.reshape(stats.shape[0], rows, stats.shape[-1]).transpose(0, 1)
 
 
-def blocks(x: Tensor) -> Iterator[slice]:
-    """Slices of the first dim of ``x [rows, ..., V]`` for steps that need a copy of their rows.
+def blocks(x: Tensor, elements: int) -> Iterator[slice]:
+    """Slices of the first dim of ``x [rows, ..., n]`` with so many elements each.
 
-    They are small, so that the copies are too: to stay in a CPU's cache, to fill a GPU.
+    For steps that need scratch of their rows: little of it, so that it stays in a CPU's cache. A
+    GPU is given more at once, to be filled.
     """
-    elements = BLOCK_ELEMENTS if x.device.type == "cpu" else 128 * BLOCK_ELEMENTS
+    elements *= 1 if x.device.type == "cpu" else 256
     step = max(1, elements // max(1, x[0].numel()))
     return (slice(first, first + step) for first in range(0, x.shape[0], step))
+
+
+def take(args: Iterable[Any], rows: slice | int) -> tuple[Any, ...]:
+    """These rows of the tensors among the arguments of a kernel, and the others as they are."""
+    return tuple(a[rows] if isinstance(a, Tensor) and a.dim() > 0 else a for a in args)
 
 
 def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,17 +135,14 @@ _warned: list[str] = []
 def _in_blocks(fn: Callable[..., Any], *args: Any) -> Any:
     rows, width = args[0].shape[0], args[0][0].numel()
 
-    def take(rows: slice | int) -> tuple[Any, ...]:
-        return tuple(a[rows] if isinstance(a, Tensor) and a.dim() > 0 else a for a in args)
-
     outputs: list[Tensor] = []
     step = max(1, BLOCK_ELEMENTS // width)
     for first in range(0, rows, step):
         if width > BLOCK_ELEMENTS and args[0].dim() > 2:
-            block = _in_blocks(fn, *take(first))
+            block = _in_blocks(fn, *take(args, first))
             block = tuple(b.unsqueeze(0) for b in _as_tuple(block))
         else:
-            block = _as_tuple(fn(*take(slice(first, first + step))))
+            block = _as_tuple(fn(*take(args, slice(first, first + step))))
         outputs = outputs or [b.new_empty((rows, *b.shape[1:])) for b in block]
         for output, part in zip(outputs, block, strict=True):
             output[first : first + step] = part

@@ -22,13 +22,13 @@ A function of these statistics has a gradient of one form, made in one read and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtensor_vocab.kernel import Rows, kernel
+from dtensor_vocab.kernel import Rows, blocks, kernel, take
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import (
     coverage,
@@ -197,24 +197,27 @@ class Coefficients(NamedTuple):
 class SoftmaxGradient:
     """``p_v (a + b log p_v) + u + Σ_k c_k 1[v = index_k]`` in one kernel: a read and a write.
 
-    ``coefficients(saved, index, *values)``, an op's part of it, runs inside of the kernel.
+    ``coefficients(saved, index, *values)``, an op's part of it, runs inside of the kernel. With
+    several ids a row, their entries are written over the kernel's result, some rows at a time.
     """
 
     def __init__(self, coefficients: Callable[..., Coefficients]) -> None:
         def whole(logits, saved, index, temperature, start, vocab_size, *values):
+            args = logits, saved, index, temperature, start, vocab_size, *values
+            gradient = at_columns(*args)
+            return gradient if _k(index) != 1 else gradient.scatter(-1, *at_ids(*args))
+
+        def overwrite(logits, saved, *args):
+            logits.copy_(at_columns(logits, saved, *args))
+            return saved
+
+        def at_columns(logits, saved, index, temperature, start, vocab_size, *values):
             terms = coefficients(saved, index, *values)
-            args = terms, logits, saved, temperature, start, vocab_size
-            gradient = _at_columns(*args)
-            return gradient if index is None else gradient.scatter(-1, *_at_ids(index, *args))
+            return _at_columns(terms, logits, saved, temperature, start, vocab_size)
 
         def at_ids(logits, saved, index, temperature, start, vocab_size, *values):
             terms = coefficients(saved, index, *values)
             return _at_ids(index, terms, logits, saved, temperature, start, vocab_size)
-
-        def overwrite(logits, saved, index, temperature, start, vocab_size, *values):
-            terms = coefficients(saved, index, *values)
-            logits.copy_(_at_columns(terms, logits, saved, temperature, start, vocab_size))
-            return saved
 
         self._whole, self._at_ids, self._overwrite = map(kernel, (whole, at_ids, overwrite))
 
@@ -227,17 +230,35 @@ class SoftmaxGradient:
         """
         if logits.numel() == 0:
             return empty_grad(logits)
-        return self._whole(*_by_rows(logits, *args)).view(logits.shape)
+        by_rows = _by_rows(logits, *args)
+        gradient = self._whole(*by_rows)
+        if _k(by_rows[2]) > 1:
+            for rows, entries in self._entries(by_rows):
+                _write(gradient[rows], *entries)
+        return gradient.view(logits.shape)
 
     def overwrite(self, logits: Tensor, *args: Any) -> None:
         """The same, in place of the logits."""
         if logits.numel() == 0:
             return
-        logits, saved, index, *rest = _by_rows(logits, *args)
-        entries = None if index is None else self._at_ids(logits, saved, index, *rest)
-        self._overwrite(logits, saved, index, *rest)
-        if entries is not None:
-            _write(logits, *entries)
+        by_rows = _by_rows(logits, *args)
+        entries = list(self._entries(by_rows)) if _k(by_rows[2]) > 0 else []
+        self._overwrite(*by_rows)
+        for rows, (column, values) in entries:
+            _write(by_rows[0][rows], column, values)
+
+    def _entries(self, by_rows: list[Any]) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+        """For some rows at a time, which entries are those of the ids, and what is there."""
+        for rows in blocks(by_rows[2], BLOCK_IDS):
+            yield rows, self._at_ids(*take(by_rows, rows))
+
+
+BLOCK_IDS = 1 << 14
+"""How many ids are worked on at once: a dozen tensors of 128 KiB."""
+
+
+def _k(index: Tensor | None) -> int:
+    return 0 if index is None else index.shape[-1]
 
 
 def _write(logits: Tensor, column: Tensor, values: Tensor) -> None:

@@ -43,10 +43,12 @@ def _new_stats(logits, vocab_start) -> Tensor:
 @kernel
 def _shard_stats(logits, start, columns, vocab, shard_size, vocab_size):
     x = prepare(logits, None, start, vocab_size if vocab_size < vocab else None)
-    column = x.argmax(-1, keepdim=True)
+    maximum = x.amax(-1, keepdim=True)  # and then where it is, which vectorizes, unlike argmax
+    column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+    found = (x == maximum) | x.isnan()
+    first = torch.where(found, column, x.shape[-1]).amin(-1) + start
     sound = coverage(x, start, columns, vocab, shard_size, None, vocab_size, None)
-    value, first = x.gather(-1, column), (column + start).to(x.dtype)
-    return torch.cat([value, first, sound.unsqueeze(-1)], -1)
+    return torch.stack([maximum.squeeze(-1), first.to(x.dtype), sound], -1)
 
 
 @operator("gathered -> rows")
@@ -94,4 +96,4 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
             device, which does not wait for it.
     """
     vocabulary = check_logits("argmax", logits, vocab_size)
-    return argmax_merge(argmax_stats(logits.detach(), *vocabulary))
+    return argmax_merge(argmax_stats(logits, *vocabulary))

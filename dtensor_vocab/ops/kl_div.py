@@ -74,10 +74,12 @@ def _shard_stats(a, b, temperature, start, columns, vocab, shard_size, vocab_siz
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
     a, b = rebase(a, maximum_a.unsqueeze(-1)), rebase(b, maximum_b.unsqueeze(-1))
     mass = a.exp()
+    # The select changes nothing but the loop: over `a` as it lies, not over a copy of the masses.
+    total_a = torch.where(a == -torch.inf, 0, mass).sum(-1)
     cross = torch.where(b == -torch.inf, torch.inf, mass * (a - b))
     cross = sum_columns(torch.where(a == -torch.inf, 0, cross))
     sound = coverage(a, start, columns, vocab, shard_size, None, vocab_size, None)
-    return torch.stack([maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1), cross], -1)
+    return torch.stack([maximum_a, total_a, sound, maximum_b, b.exp().sum(-1), cross], -1)
 
 
 @operator("gathered -> rows, rows")

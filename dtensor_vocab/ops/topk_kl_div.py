@@ -24,9 +24,9 @@ from dtensor_vocab.inputs import (
     check_logprobs,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, blocks, kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, blocks, kernel, stats_per_row, take
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, local_ids, prepare, rebase
+from dtensor_vocab.rows import check, coverage, local_ids, math_dtype, prepare, rebase
 from dtensor_vocab.softmax import (
     Coefficients,
     SoftmaxGradient,
@@ -49,44 +49,55 @@ def topk_kl_div_stats(
     shard_size: int,
     vocab_size: int,
 ) -> Tensor:
-    """m and s over a shard's tail, then its ``softmax_stats``: ``[1, *, 5 + K]``."""
-    softmax = _softmax_stats(student, ids, temperature, vocab_start, vocab, shard_size, vocab_size)
-    tail = torch.zeros_like(softmax[0, ..., :2])
-    tail[..., 0] = -torch.inf
-    if student.numel() > 0:
-        rows = Rows(student)
-        padding = vocab_size if vocab_size < vocab else None
-        by_row = [*rows.logits, rows(ids), rows(temperature)]
-        parts = [
-            _tail(
-                *(x if x is None or x.dim() == 0 else x[block] for x in by_row),
-                vocab_start[0],
-                padding,
-            )
-            for block in blocks(rows.logits[0])
-        ]
-        tail = torch.cat(parts).view(tail.shape)
-    return torch.cat([tail.unsqueeze(0), softmax], -1)
+    """m and s over a shard's tail, then as of ``softmax_stats``: ``[1, *, 5 + K]``."""
+    stats = _new_stats(student, ids, vocab_start)
+    columns = student.shape[-1]
+    if columns == 0:  # an empty shard reads as one column without mass
+        student = student.new_full((*student.shape[:-1], 1), -torch.inf)
+    if student.numel() == 0:
+        return stats
+    rows = Rows(student)
+    args = *rows.logits, rows(ids), rows(temperature), vocab_start[0], columns
+    parts = [
+        _shard_stats(*take(args, block), vocab, shard_size, vocab_size)
+        for block in blocks(args[0], BLOCK_LOGITS)
+    ]
+    return torch.cat(parts).view(stats.shape)
 
 
 @topk_kl_div_stats.register_fake
-def _(student, ids, temperature, vocab_start, *sizes):
-    softmax = _softmax_stats(student, ids, temperature, vocab_start, *sizes)
-    return softmax.new_empty((*softmax.shape[:-1], softmax.shape[-1] + 2))
+def _(student, ids, temperature, vocab_start, *_):
+    return _new_stats(student, ids, vocab_start)
 
 
-def _softmax_stats(student, ids, temperature, vocab_start, *sizes) -> Tensor:
-    return softmax_stats(student, ids, temperature, vocab_start, *sizes, None, False, False)
+def _new_stats(student, ids, vocab_start) -> Tensor:
+    shape = (vocab_start.shape[0], *student.shape[:-1], 5 + ids.shape[-1])
+    return student.new_empty(shape, dtype=math_dtype(student))
+
+
+BLOCK_LOGITS = 1 << 19
+"""How many logits are copied at once, for their tail to be summed."""
 
 
 @kernel
-def _tail(x, ids, temperature, start, vocab_size):
-    local, owned = local_ids(ids, start, x.shape[-1])
-    named = sum_equal(local, owned.float()) > 0
-    x = x.scatter(-1, local, torch.where(named, -torch.inf, x.gather(-1, local)))
-    x = prepare(x, temperature, start, vocab_size)
-    maximum = x.amax(-1, keepdim=True)
-    return torch.cat([maximum, rebase(x, maximum).exp().sum(-1, keepdim=True)], -1)
+def _shard_stats(x, ids, temperature, start, columns, vocab, shard_size, vocab_size):
+    padding = vocab_size if vocab_size < vocab else None
+    local, owned = local_ids(ids, start, columns)
+    count = sum_equal(local, owned.to(math_dtype(x)))
+    named = x.gather(-1, local)
+    tail = x.scatter(-1, local, torch.where(count > 0, -torch.inf, named))
+    tail = prepare(tail, temperature, start, padding)
+    m_tail = tail.amax(-1)
+    s_tail = rebase(tail, m_tail.unsqueeze(-1)).exp().sum(-1)
+
+    named = prepare(named, temperature, start, padding, column=local)
+    named = torch.where(owned, named, -torch.inf)
+    maximum = torch.cat([m_tail.unsqueeze(-1), named], -1).amax(-1)
+    mass = rebase(named, maximum.unsqueeze(-1)).exp() / count.clamp_min(1)  # each token once
+    total = mass.sum(-1) + rebase(m_tail, maximum).exp() * s_tail
+    sound = coverage(named, start, columns, vocab, shard_size, ids, vocab_size, None)
+    stats = torch.stack([m_tail, s_tail, maximum, total, sound], -1)
+    return torch.cat([stats, torch.where(owned, named, 0)], -1)
 
 
 @operator("gathered, rows -> rows, rows")
@@ -199,8 +210,8 @@ class _TopkKLDiv(PerToken):
         reverse,
         tail,
     ):
-        make_stats = topk_kl_div_stats if tail else _softmax_stats
-        stats = make_stats(student, ids, temperature, vocab_start, vocab, shard_size, vocab_size)
+        args = student, ids, temperature, vocab_start, vocab, shard_size, vocab_size
+        stats = topk_kl_div_stats(*args) if tail else softmax_stats(*args, None, False, False)
         return topk_kl_div_merge(stats, teacher_logprobs, vocab_size, reverse, tail)
 
     @staticmethod

@@ -6,6 +6,8 @@ as logits, before temperature and normalisation could round two of them to one v
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,11 @@ from dtensor_vocab.rows import check
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 
 __all__ = ["topk_logprobs"]
+
+BLOCK_LOGITS = 1 << 20
+"""How many logits are searched at once: scratch is a fraction of them."""
+CHUNK = 32
+LOW_BITS = 0x7FFFFFFF
 
 
 @operator("logits, rows, start -> stats")
@@ -46,11 +53,15 @@ def topk_logprobs_stats(
     values = softmax.new_full((*logits.shape[:-1], k), -torch.inf)
     ids = torch.full_like(values, vocab)  # after all real ones, also those that are -inf
     if logits.numel() > 0 and k > 0:
-        rows = Rows(logits)
-        largest, columns = _largest(rows.logits[0], k, vocab_start, vocab_size)
-        found = largest.shape[-1]
-        values[..., :found] = largest.view(*logits.shape[:-1], found)
-        ids[..., :found] = (columns + vocab_start).view(*logits.shape[:-1], found)
+        (x,) = Rows(logits).logits
+        padding = vocab_size if vocab_size < vocab else None
+        found = min(k, x.shape[-1])
+        parts = [
+            _largest(x[rows], vocab_start[0], padding, found) for rows in blocks(x, BLOCK_LOGITS)
+        ]
+        shape = *logits.shape[:-1], found
+        largest, columns = (torch.cat(part).view(shape) for part in zip(*parts, strict=True))
+        values[..., :found], ids[..., :found] = largest, columns + vocab_start
     return torch.cat([softmax, values.unsqueeze(0), ids.unsqueeze(0)], -1)
 
 
@@ -71,26 +82,47 @@ def _(logits, temperature, vocab_start, vocab, shard_size, vocab_size, k):
     return softmax.new_empty((*softmax.shape[:-1], 3 + 2 * k))
 
 
-def _largest(x: Tensor, k: int, start: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row and their columns, by value, then by column."""
-    n = x.shape[-1]
-    column = torch.arange(n, device=x.device, dtype=torch.int32)
-    parts = []
-    for rows in blocks(x):
-        block = torch.where(column < vocab_size - start, x[rows], -torch.inf)
-        values, columns = block.topk(min(k, n))
-        # topk may pick any of those that tie at the boundary: take the first of them instead
-        boundary = values[..., -1:]
-        tied = (block == boundary) | (block.isnan() & boundary.isnan())
-        tied = torch.where(tied, column, n).topk(min(k, n), largest=False).values
-        above = (values > boundary) | (values.isnan() & ~boundary.isnan())  # NaN is the largest
-        above = above.sum(-1, keepdim=True)
-        slot = torch.arange(min(k, n), device=x.device)
-        tied = tied.gather(-1, (slot - above).clamp_min(0)).long()
-        columns = torch.where(slot < above, columns, tied).clamp_max(n - 1)
-        parts.append(_ordered(block.gather(-1, columns), columns))
-    values, columns = (torch.cat(part) for part in zip(*parts, strict=True))
-    return values, columns
+@kernel
+def _largest(x, start, vocab_size, k):
+    """The k largest logits of each row and their columns, by value, then by column.
+
+    They are among the k chunks of columns with the largest maxima, of equal ones the first:
+    anything in another chunk comes after the maxima of those.
+    """
+    n, padded = x.shape[-1], functools.partial(_padded, start=start, vocab_size=vocab_size)
+    column = torch.arange(n, device=x.device).expand(x.shape)
+    if n >= 2 * CHUNK * k:
+        whole = n // CHUNK * CHUNK
+        chunks = padded(x, column)[..., :whole].unflatten(-1, (-1, CHUNK)).amax(-1)
+        chunk = _first_largest(chunks, k).sort(-1).values
+        inside = torch.arange(CHUNK, device=x.device)
+        column = torch.cat(
+            [(chunk.unsqueeze(-1) * CHUNK + inside).flatten(-2), column[..., whole:]], -1
+        )
+        x = x.gather(-1, column)
+    x = padded(x, column)
+    first = _first_largest(x, k)
+    return x.gather(-1, first), column.gather(-1, first)
+
+
+def _padded(x, column, start, vocab_size) -> Tensor:
+    return x if vocab_size is None else torch.where(column < vocab_size - start, x, -torch.inf)
+
+
+def _first_largest(x: Tensor, k: int) -> Tensor:
+    """Where the k largest are, by value, then by position; NaN is the largest.
+
+    torch.topk may take any of those that tie, so it is given numbers which do not: the bits of a
+    value, in an order that integers have, above those of its position.
+    """
+    if x.dtype == torch.float64:
+        return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    x = torch.where(x.isnan(), torch.nan, torch.where(x == 0, 0, x)).float()  # one NaN, one 0
+    bits = x.view(torch.int32)
+    bits = torch.where(bits < 0, bits ^ LOW_BITS, bits).long()
+    last = x.shape[-1] - 1
+    keys = (bits << 32) | (last - torch.arange(last + 1, device=x.device))
+    return last - (keys.topk(k).values & 0xFFFFFFFF)
 
 
 def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,93 @@
+"""A model that nobody here wrote: a small Llama of Hugging Face transformers, on two ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import dtensor_vocab as dv
+from tests.ranks import on_mesh
+
+STEPS, VOCAB = 8, 101
+
+pytestmark = [
+    pytest.mark.ranks(2),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+    pytest.mark.usefixtures("eager_kernels"),
+]
+
+
+class FullVocab:
+    """The same losses in plain PyTorch."""
+
+    @staticmethod
+    def logprobs_and_entropy(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = F.log_softmax(logits, -1)
+        picked = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return picked, -(log_p.exp() * log_p).sum(-1)
+
+    @staticmethod
+    def kl_div(student: Tensor, teacher: Tensor, reverse: bool) -> Tensor:
+        log_s, log_t = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
+        return (log_s.exp() * (log_s - log_t)).sum(-1)
+
+
+def llama(seed: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, tie_word_embeddings=False, **sizes, **heads)
+    )
+
+
+def train(student: nn.Module, teacher: nn.Module, ops: Any) -> list[float]:
+    """Steps of likelihood with an entropy bonus and reverse KL to a teacher; the losses."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(VOCAB, (4, 13), generator=generator)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    losses = []
+    for _ in range(STEPS):
+        logits = student(tokens[:, :-1]).logits
+        with torch.no_grad():
+            reference = teacher(tokens[:, :-1]).logits
+        log_p, entropy = ops.logprobs_and_entropy(logits, tokens[:, 1:])
+        kl = ops.kl_div(logits, reference, reverse=True)
+        loss = (kl - log_p - 0.1 * entropy).mean()
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_llama_trains_as_on_one_process() -> None:
+    expected = llama(0)
+    expected_losses = train(expected, llama(1), FullVocab)
+    assert expected_losses[-1] < expected_losses[0] - 0.2
+    with on_mesh((2,)) as mesh:
+        style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        student, teacher = (
+            parallelize_module(llama(seed), mesh, {"lm_head": style}) for seed in (0, 1)
+        )
+        assert student(torch.zeros(1, 1, dtype=torch.long)).logits.placements == (Shard(2),)
+        losses = train(student, teacher, dv)
+        weights = {
+            name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+            for name, weight in student.named_parameters()
+        }
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, weight in expected.named_parameters():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
