@@ -15,6 +15,7 @@ from dtensor_vocab import kernel
 from tests.ranks import RealRanks, World
 
 logging.getLogger("torch.__trace").propagate = False  # pages of it in every failure
+torch.set_num_threads(1)  # as ranks have: kernels know their number, and are compiled once for all
 
 
 def pytest_configure(config: pytest.Config) -> None:

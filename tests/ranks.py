@@ -210,6 +210,7 @@ class World:
         if all(outcome == b"True" for outcome in outcomes):
             return
         dist.destroy_process_group()
+        torch.compiler.reset()  # compiled code knows the group that there was
         self.generation += 1
         self._join()
 

@@ -20,9 +20,15 @@ BACKENDS = ["eager", "aot_eager", "inductor"]
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_step(op: Op, backend: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_step(op: Op, backend: str, eager_kernels: None) -> None:
     check_step(op, backend, None)
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_step_with_inductor(op: Op) -> None:
+    """Of the step and of the kernels in it."""
+    check_step(op, "inductor", None)
 
 
 @pytest.mark.ranks(2)

@@ -136,8 +136,18 @@ def test_rows_that_the_caller_masks(op: Op, mask: str, layout: Layout | None) ->
 
 
 @WHOLE_OR_SHARDED
+@pytest.mark.parametrize("op", named("logprobs", "kl_div")[::2], ids=str)
+def test_sound_row_is_as_alone_with_compiled_kernels(op: Op, layout: Layout | None) -> None:
+    check_row_alone(op, layout)
+
+
+@WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", ROW_BY_ROW, ids=str)
-def test_sound_row_is_as_alone(op: Op, layout: Layout | None) -> None:
+def test_sound_row_is_as_alone(op: Op, layout: Layout | None, eager_kernels: None) -> None:
+    check_row_alone(op, layout)
+
+
+def check_row_alone(op: Op, layout: Layout | None) -> None:
     """A row's bytes do not depend on what lies beside it."""
     inputs = draw(op, (3,), vocab=8)
     for name in op.logits:
