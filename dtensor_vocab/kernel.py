@@ -12,7 +12,7 @@ import math
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dtensor_vocab._private import CompileError, compile_is_disabled
 
-__all__ = ["Rows", "blocks", "kernel", "stats_per_row", "take"]
+__all__ = ["Rows", "blocks", "flat", "in_blocks", "kernel", "merge_kernel", "stats_per_row"]
 
 BLOCK_ELEMENTS = 1 << 18
 """How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
@@ -29,9 +29,18 @@ BLOCK_ELEMENTS = 1 << 18
 def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``fn``, pure tensor code without data-dependent control, to run as one kernel.
 
-    A function of rows takes and returns tensors that all have the rows as their first dims, 0-d
-    tensors apart, and its first argument is the largest.
+    Its first argument are logits as :class:`Rows` gives them, which it flattens by :func:`flat`.
+    The other tensors and the results have the rows as their first dim, 0-d tensors apart.
     """
+    return _kernel(fn, lambda fn, *args: in_blocks(fn, args, BLOCK_ELEMENTS // args[0].shape[-1]))
+
+
+def merge_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a function of ``stats [rows, shards, S]``, too small to be taken in blocks."""
+    return _kernel(fn, lambda fn, *args: fn(*args))
+
+
+def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[..., Any]:
     variants: dict[Any, Callable[..., Any]] = {}
 
     @functools.wraps(fn)
@@ -42,34 +51,38 @@ def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
                 return fn(*args)
             key = (torch.is_inference_mode_enabled(), *map(_variant, args))
             if key not in variants:
-                variants[key] = _compile(fn)
+                variants[key] = _compile(fn) or functools.partial(eagerly, fn)
             try:
                 return variants[key](*args)
             except CompileError as error:
                 _warn_eager(str(error).strip().partition("\n")[0])
-                variants[key] = functools.partial(_in_blocks, fn)
+                variants[key] = functools.partial(eagerly, fn)
                 return variants[key](*args)
 
     return run
 
 
 class Rows:
-    """Tensors ``[*, V]`` as ``[rows, V]`` where all of their strides allow it: never a copy."""
+    """The arguments of a kernel by row: logits ``[*, V]`` as ``[rows, V]``, if that is a view."""
 
     def __init__(self, *logits: Tensor) -> None:
-        self.ndim = logits[0].dim()
+        self.ndim, self.count = logits[0].dim(), math.prod(logits[0].shape[:-1])
         try:
             self.logits = tuple(x if self.ndim == 2 else x.view(-1, x.shape[-1]) for x in logits)
-        except RuntimeError:  # e.g. [B, S + 1, V][:, :-1], which kernels take as it is
+        except RuntimeError:  # e.g. [B, S + 1, V][:, :-1], which is flat inside of kernels alone
             self.logits = logits
-        self.shape = self.logits[0].shape[:-1]
 
     def __call__(self, values: Tensor | None) -> Tensor | None:
         """``values [*]`` or ``[*, K]`` as ``[rows, K]``; one value for all rows (0-d) stays one."""
         if values is None or (values.dim() == 0 and self.ndim > 1):
             return values
-        k = values.shape[-1] if values.dim() == self.ndim else 1
-        return values.reshape(*self.shape, k)
+        return values.reshape(self.count, values.shape[-1] if values.dim() == self.ndim else 1)
+
+
+def flat(*logits: Tensor) -> tuple[Tensor, ...]:
+    """``logits [*, V]`` as ``[rows, V]``: in compiled code no copy, whatever their strides."""
+    rows = logits[0].shape[:-1].numel()  # one number for all, or their loops are not fused
+    return tuple(x.reshape(rows, x.shape[-1]) for x in logits)
 
 
 def stats_per_row(stats: Tensor) -> Tensor:
@@ -78,31 +91,66 @@ def stats_per_row(stats: Tensor) -> Tensor:
     return stats.reshape(stats.shape[0], rows, stats.shape[-1]).transpose(0, 1)
 
 
-def blocks(x: Tensor, elements: int) -> Iterator[slice]:
-    """Slices of the first dim of ``x [rows, ..., n]`` with so many elements each.
+def in_blocks(fn: Callable[..., Any], args: Sequence[Any], rows: int) -> Any:
+    """``fn(*args)`` for :func:`blocks` of so many rows, in results that are made once."""
+    results: tuple[Tensor, ...] = ()
+    done, count, several = 0, math.prod(args[0].shape[:-1]), False
+    for block in blocks(args, rows):
+        parts = fn(*block)
+        several = isinstance(parts, tuple)
+        parts = parts if several else (parts,)
+        results = results or tuple(x.new_empty((count, *x.shape[1:])) for x in parts)
+        for result, part in zip(results, parts, strict=True):
+            result[done : done + len(part)] = part
+        done += len(parts[0])
+    return results if several else results[0]
 
-    For steps that need scratch of their rows: little of it, so that it stays in a CPU's cache. A
-    GPU is given more at once, to be filled.
+
+def blocks(args: Sequence[Any], rows: int) -> Iterator[tuple[Any, ...]]:
+    """The arguments of a kernel for so many rows at a time, for steps that need scratch of them.
+
+    Little of it, so that it stays in a CPU's cache; a GPU is given more at once, to be filled.
     """
-    elements *= 1 if x.device.type == "cpu" else 256
-    step = max(1, elements // max(1, x[0].numel()))
-    return (slice(first, first + step) for first in range(0, x.shape[0], step))
+    if args[0].device.type != "cpu":
+        rows *= 256
+    yield from _blocks(args, max(1, rows))
 
 
-def take(args: Iterable[Any], rows: slice | int) -> tuple[Any, ...]:
-    """These rows of the tensors among the arguments of a kernel, and the others as they are."""
-    return tuple(a[rows] if isinstance(a, Tensor) and a.dim() > 0 else a for a in args)
+def _blocks(args: Sequence[Any], rows: int) -> Iterator[tuple[Any, ...]]:
+    entries, inner = args[0].shape[0], math.prod(args[0].shape[1:-1])
+    if inner > rows:
+        for entry in range(entries):
+            yield from _blocks(_take(args, entry, 1, drop=True), rows)
+        return
+    step = rows // inner
+    for first in range(0, entries, step):
+        yield _take(args, first, min(step, entries - first))
 
 
-def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _take(args: Sequence[Any], first: int, entries: int, drop: bool = False) -> tuple[Any, ...]:
+    """Some entries of the first argument's first dim, and the rows of the others for them."""
+
+    def part(arg: Any) -> Any:
+        if not isinstance(arg, Tensor) or arg.dim() == 0:
+            return arg
+        rows = arg.shape[0] // args[0].shape[0]
+        if drop and arg.dim() == args[0].dim():
+            return arg[first]
+        return arg[first * rows : (first + entries) * rows]
+
+    return tuple(map(part, args))
+
+
+def _compile(fn: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``fn`` compiled, or None where it is to run eagerly."""
     choice = os.environ.get("DTENSOR_VOCAB_KERNELS", "inductor")
     if choice not in ("inductor", "eager"):
         raise ValueError(f"DTENSOR_VOCAB_KERNELS: expected inductor or eager, got {choice!r}")
     if choice == "eager":
-        return functools.partial(_in_blocks, fn)
+        return None
     if compile_is_disabled():
         _warn_eager("torch.compile is disabled")
-        return functools.partial(_in_blocks, fn)
+        return None
     # Dynamo counts recompilations by code object and gives up after a few: one for each variant.
     copy = types.FunctionType(
         fn.__code__.replace(), fn.__globals__, fn.__name__, None, fn.__closure__
@@ -130,24 +178,3 @@ def _warn_eager(reason: str) -> None:
 
 _warned: list[str] = []
 """Why kernels run eagerly, once that has been said."""
-
-
-def _in_blocks(fn: Callable[..., Any], *args: Any) -> Any:
-    rows, width = args[0].shape[0], args[0][0].numel()
-
-    outputs: list[Tensor] = []
-    step = max(1, BLOCK_ELEMENTS // width)
-    for first in range(0, rows, step):
-        if width > BLOCK_ELEMENTS and args[0].dim() > 2:
-            block = _in_blocks(fn, *take(args, first))
-            block = tuple(b.unsqueeze(0) for b in _as_tuple(block))
-        else:
-            block = _as_tuple(fn(*take(args, slice(first, first + step))))
-        outputs = outputs or [b.new_empty((rows, *b.shape[1:])) for b in block]
-        for output, part in zip(outputs, block, strict=True):
-            output[first : first + step] = part
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)

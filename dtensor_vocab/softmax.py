@@ -22,13 +22,13 @@ A function of these statistics has a gradient of one form, made in one read and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtensor_vocab.kernel import Rows, blocks, kernel, take
+from dtensor_vocab.kernel import Rows, blocks, flat, kernel
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import (
     coverage,
@@ -121,7 +121,7 @@ def _shard_stats(
     weighted,
     summed,
 ):
-    padded = vocab_size < vocab
+    padded, (logits,) = vocab_size < vocab, flat(logits)
     x = prepare(logits, temperature, start, vocab_size if padded else None)
     maximum = x.amax(-1, keepdim=True)
     # Selecting after the sum leaves the form that Inductor makes one pass of on GPUs.
@@ -205,19 +205,22 @@ class SoftmaxGradient:
         def whole(logits, saved, index, temperature, start, vocab_size, *values):
             args = logits, saved, index, temperature, start, vocab_size, *values
             gradient = at_columns(*args)
-            return gradient if _k(index) != 1 else gradient.scatter(-1, *at_ids(*args))
+            if _k(index) != 1:
+                return gradient
+            column, values = at_ids(*args)
+            return gradient.scatter(-1, column.long(), values)
 
         def overwrite(logits, saved, *args):
-            logits.copy_(at_columns(logits, saved, *args))
+            logits.copy_(at_columns(logits, saved, *args).view(logits.shape))
             return saved
 
         def at_columns(logits, saved, index, temperature, start, vocab_size, *values):
             terms = coefficients(saved, index, *values)
-            return _at_columns(terms, logits, saved, temperature, start, vocab_size)
+            return _at_columns(terms, *flat(logits), saved, temperature, start, vocab_size)
 
         def at_ids(logits, saved, index, temperature, start, vocab_size, *values):
             terms = coefficients(saved, index, *values)
-            return _at_ids(index, terms, logits, saved, temperature, start, vocab_size)
+            return _at_ids(index, terms, *flat(logits), saved, temperature, start, vocab_size)
 
         self._whole, self._at_ids, self._overwrite = map(kernel, (whole, at_ids, overwrite))
 
@@ -233,8 +236,7 @@ class SoftmaxGradient:
         by_rows = _by_rows(logits, *args)
         gradient = self._whole(*by_rows)
         if _k(by_rows[2]) > 1:
-            for rows, entries in self._entries(by_rows):
-                _write(gradient[rows], *entries)
+            _write(gradient, self._entries(by_rows))
         return gradient.view(logits.shape)
 
     def overwrite(self, logits: Tensor, *args: Any) -> None:
@@ -244,31 +246,33 @@ class SoftmaxGradient:
         by_rows = _by_rows(logits, *args)
         entries = list(self._entries(by_rows)) if _k(by_rows[2]) > 0 else []
         self._overwrite(*by_rows)
-        for rows, (column, values) in entries:
-            _write(by_rows[0][rows], column, values)
+        _write(by_rows[0], entries)
 
-    def _entries(self, by_rows: list[Any]) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-        """For some rows at a time, which entries are those of the ids, and what is there."""
-        for rows in blocks(by_rows[2], BLOCK_IDS):
-            yield rows, self._at_ids(*take(by_rows, rows))
+    def _entries(self, by_rows: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For some rows at a time, the columns of the ids and what is to be there."""
+        for block in blocks(by_rows, BLOCK_IDS // _k(by_rows[2])):
+            yield self._at_ids(*block)
 
 
-BLOCK_IDS = 1 << 14
-"""How many ids are worked on at once: a dozen tensors of 128 KiB."""
+BLOCK_IDS = 1 << 13
+"""How many ids are worked on at once: a dozen tensors of 64 KiB."""
 
 
 def _k(index: Tensor | None) -> int:
     return 0 if index is None else index.shape[-1]
 
 
-def _write(logits: Tensor, column: Tensor, values: Tensor) -> None:
-    """``logits.scatter_(-1, column, values)``, which makes an fp32 copy of bf16 on CPUs."""
-    sizes, ndim = column.shape[:-1], column.dim()
-    rows = [
-        torch.arange(size, device=column.device).view(-1, *[1] * (ndim - 1 - dim))
-        for dim, size in enumerate(sizes)
-    ]
-    logits.index_put_((*rows, column), values)
+def _write(x: Tensor, entries: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Writes ``(column, values)``, ``[n, K]`` each, for n rows of ``x [*, V]`` after others.
+
+    (``x.scatter_`` makes an fp32 copy of bf16 on CPUs.)
+    """
+    first = 0
+    for column, values in entries:
+        rows = torch.arange(first, first + len(column), device=x.device)
+        at = torch.unravel_index(rows.unsqueeze(-1), x.shape[:-1])
+        x.index_put_((*at, column.long()), values)
+        first += len(column)
 
 
 def _by_rows(logits, saved, index, temperature, vocab_start, vocab_size, *values) -> list[Any]:
@@ -295,15 +299,19 @@ def _at_ids(index, terms, logits, saved, temperature, start, vocab_size) -> tupl
     local, owned = local_ids(index, start, logits.shape[-1])
     x = prepare(logits.gather(-1, local), temperature, start, vocab_size, column=local)
     slope, maximum, log_sum = terms.a, saved[..., :1], saved[..., 1:2]
-    if terms.at_index is not None:
-        named = sum_equal(local, owned.to(x.dtype)) > 0
+    c = torch.where(owned, terms.c, 0)
+    if terms.at_index is None:
+        (c,) = sum_equal(local, c)
+    else:
+        c, count = sum_equal(local, c, owned.to(x.dtype))
+        named = count > 0
         slope_named, norm = terms.at_index
         slope = torch.where(named, slope_named, slope)
         maximum = torch.where(named, norm[..., :1], maximum)
         log_sum = torch.where(named, norm[..., 1:], log_sum)
     gradient = _gradient(terms, slope, (x - maximum) - log_sum, local, start, vocab_size)
-    gradient = gradient + sum_equal(local, torch.where(owned, terms.c, 0))
-    return local, _finish(terms, gradient, saved, temperature, logits.dtype)
+    values = _finish(terms, gradient + c, saved, temperature, logits.dtype)
+    return local.to(torch.int32), values
 
 
 def _gradient(terms, slope, log_p, column, start, vocab_size) -> Tensor:
@@ -333,15 +341,18 @@ def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:
     return torch.where(live & (maximum != -torch.inf), gradient, 0).to(dtype)
 
 
-def sum_equal(keys: Tensor, values: Tensor) -> Tensor:
-    """For each of the K entries of a row, the sum of ``values`` over the entries of equal key."""
+def sum_equal(keys: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """For each of the K entries of a row, the sums of ``values`` over the entries of equal key."""
     if keys.shape[-1] == 1:
         return values
     ordered, order = keys.sort(dim=-1, stable=True)
-    sums = torch.nn.functional.pad(values.double().gather(-1, order).cumsum(-1), (1, 0))
     first = torch.searchsorted(ordered, keys)
     last = torch.searchsorted(ordered, keys, right=True)
-    return (sums.gather(-1, last) - sums.gather(-1, first)).to(values.dtype)
+    sums = []
+    for value in values:
+        total = torch.nn.functional.pad(value.double().gather(-1, order).cumsum(-1), (1, 0))
+        sums.append((total.gather(-1, last) - total.gather(-1, first)).to(value.dtype))
+    return tuple(sums)
 
 
 def empty_grad(logits: Tensor) -> Tensor:

@@ -122,13 +122,17 @@ from bench.peak import peak_above_inputs
 from tests.test_kernel import MEMORY_CASES
 
 torch.set_num_threads(1)
+peak_above_inputs(lambda: None, torch.device("cpu"))  # from here on freed blocks are returned
 peaks = {}
 for name, case in MEMORY_CASES.items():
-    case.prepare()()  # compiles
-    peaks[name] = peak_above_inputs(case.prepare(), torch.device("cpu"))
+    call = case.prepare()
+    call()  # compiles
+    # what one call has for the first time is not the op's
+    peaks[name] = min(peak_above_inputs(call, torch.device("cpu")) for _ in range(2))
 print(json.dumps(peaks))
 """
 ROWS, VOCAB, K = 2048, 16032, 64
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class MemoryCase:
     op: Op
     needs: tuple[str, ...]
     gradients: int
+    results: int = 0
+    """Bytes of what is returned, where it is K numbers a row."""
     sliced: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -154,7 +160,8 @@ class MemoryCase:
         def call() -> None:
             outputs = self.op(*inputs.values(), **self.options)
             if self.needs:
-                torch.autograd.backward([o.sum() for o in outputs if o.requires_grad])
+                sums = [o.sum() for o in outputs if o.requires_grad]
+                torch.autograd.grad(sums, [inputs[name] for name in self.needs])
 
         return call
 
@@ -173,9 +180,10 @@ def _memory_cases() -> Iterator[MemoryCase]:
     for op in {op.name: op for op in reversed(OPS)}.values():
         if op.ids:
             op = replace(op, ids=(K,))
-        if "k" in op.options:
-            op = op.with_options(k=K)
         logits = tuple(name for name in op.logits if name in op.differentiable)
+        if "k" in op.options:
+            yield MemoryCase(op.with_options(k=K), logits, 1, results=ROWS * K * (4 + 8))
+            continue
         yield MemoryCase(op, logits, len(logits))
         if len(logits) == 2:
             yield MemoryCase(op, logits[:1], 1)
@@ -188,8 +196,8 @@ def _memory_cases() -> Iterator[MemoryCase]:
             op = replace(op, ids=(K,))
             yield MemoryCase(op, logits, 1)
             yield MemoryCase(op, logits, 0, options=in_place)
-        if op.options.get("tail"):
-            yield MemoryCase(op.with_options(tail=False), logits, 1)
+        if op.name == "topk_kl_div":
+            yield MemoryCase(op.with_options(tail=True), logits, 1)
 
 
 MEMORY_CASES = {str(case): case for case in _memory_cases()}
@@ -206,5 +214,5 @@ def peaks() -> dict[str, int]:
 @pytest.mark.parametrize("case", MEMORY_CASES)
 def test_peak_is_the_gradients(case: str, peaks: dict[str, int]) -> None:
     """Above the inputs, and 2 MiB: no copy of the logits, nothing for who needs no gradient."""
-    gradient = ROWS * VOCAB * 2
-    assert peaks[case] <= MEMORY_CASES[case].gradients * gradient + (2 << 20)
+    made = MEMORY_CASES[case].gradients * ROWS * VOCAB * 2 + MEMORY_CASES[case].results
+    assert made <= peaks[case] + MIB and peaks[case] <= made + 2 * MIB

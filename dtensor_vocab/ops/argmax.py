@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.inputs import check_logits
-from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare
 
@@ -42,7 +42,7 @@ def _new_stats(logits, vocab_start) -> Tensor:
 
 @kernel
 def _shard_stats(logits, start, columns, vocab, shard_size, vocab_size):
-    x = prepare(logits, None, start, vocab_size if vocab_size < vocab else None)
+    x = prepare(*flat(logits), None, start, vocab_size if vocab_size < vocab else None)
     maximum = x.amax(-1, keepdim=True)  # and then where it is, which vectorizes, unlike argmax
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     found = (x == maximum) | x.isnan()
@@ -64,7 +64,7 @@ def _(stats):
     return stats.new_empty(stats.shape[1:-1], dtype=torch.int64)
 
 
-@kernel
+@merge_kernel
 def _merge(stats):
     value, ids, sound = stats.unbind(-1)
     # argmax gives the first of equals, and shards hold ascending ids

@@ -22,7 +22,7 @@ from dtensor_vocab.inputs import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, counted
 from dtensor_vocab.softmax import (
@@ -58,7 +58,7 @@ def _(stats, target, *_):
     return stats.new_empty(target.shape), stats.new_empty((*target.shape, 2))
 
 
-@kernel
+@merge_kernel
 def _merge(stats, target, ignore_index, label_smoothing, z_loss):
     softmax = merge_softmax(stats, summed=label_smoothing > 0)
     log_p = (softmax.picked.squeeze(-1) - softmax.maximum) - softmax.log_sum

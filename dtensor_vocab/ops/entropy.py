@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
 from dtensor_vocab.inputs import check_inplace_backward, check_logits, check_temperature
-from dtensor_vocab.kernel import kernel, stats_per_row
+from dtensor_vocab.kernel import merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check
 from dtensor_vocab.softmax import (
@@ -39,7 +39,7 @@ def _(stats):
     return stats.new_empty(rows), stats.new_empty((*rows, 3))
 
 
-@kernel
+@merge_kernel
 def _merge(stats):
     softmax = merge_softmax(stats, weighted=True)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)

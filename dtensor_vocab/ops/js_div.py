@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
 from dtensor_vocab.inputs import check_logits, check_pair, check_temperature
-from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
 from dtensor_vocab.rows import check, fault, math_dtype, prepare, rebase, sum_columns
@@ -37,7 +37,7 @@ def _(stats):
     return stats.new_empty((*stats.shape[1:-1], 4))
 
 
-@kernel
+@merge_kernel
 def _normalize(stats):
     m_s, s_s, sound, m_t, s_t, _ = stats.unbind(-1)
     norms = []
@@ -88,8 +88,8 @@ def _ratios(student, teacher, norms, temperature, start, vocab_size, beta):
     """
     maximum_s, log_sum_s, maximum_t, log_sum_t = norms[..., :4].split(1, dim=-1)
     dtype = math_dtype(student, teacher)
-    log_s = (prepare(student, temperature, start, vocab_size, dtype) - maximum_s) - log_sum_s
-    log_t = (prepare(teacher, temperature, start, vocab_size, dtype) - maximum_t) - log_sum_t
+    x_s, x_t = (prepare(x, temperature, start, vocab_size, dtype) for x in flat(student, teacher))
+    log_s, log_t = (x_s - maximum_s) - log_sum_s, (x_t - maximum_t) - log_sum_t
     p_s, p_t = log_s.exp(), log_t.exp()
     gap = log_s - log_t
     weight = torch.where(gap >= 0, beta, torch.full_like(gap, 1 - beta))
@@ -113,7 +113,7 @@ def _(stats, norms, beta):
     return stats.new_empty(rows), stats.new_empty((*rows, 6))
 
 
-@kernel
+@merge_kernel
 def _merge(stats, norms, beta):
     terms = stats.sum(-2)
     saved = torch.cat([norms, terms], -1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
 from dtensor_vocab.inputs import check_logits, check_pair, check_temperature
-from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare, rebase, sum_columns
 from dtensor_vocab.softmax import empty_grad
@@ -69,17 +69,14 @@ def _new_stats(a, b, vocab_start) -> Tensor:
 def _shard_stats(a, b, temperature, start, columns, vocab, shard_size, vocab_size):
     padding = vocab_size if vocab_size < vocab else None
     dtype = math_dtype(a, b)
-    a = prepare(a, temperature, start, padding, dtype)
-    b = prepare(b, temperature, start, padding, dtype)
+    a, b = (prepare(x, temperature, start, padding, dtype) for x in flat(a, b))
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
     a, b = rebase(a, maximum_a.unsqueeze(-1)), rebase(b, maximum_b.unsqueeze(-1))
     mass = a.exp()
-    # The select changes nothing but the loop: over `a` as it lies, not over a copy of the masses.
-    total_a = torch.where(a == -torch.inf, 0, mass).sum(-1)
     cross = torch.where(b == -torch.inf, torch.inf, mass * (a - b))
     cross = sum_columns(torch.where(a == -torch.inf, 0, cross))
     sound = coverage(a, start, columns, vocab, shard_size, None, vocab_size, None)
-    return torch.stack([maximum_a, total_a, sound, maximum_b, b.exp().sum(-1), cross], -1)
+    return torch.stack([maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1), cross], -1)
 
 
 @operator("gathered -> rows, rows")
@@ -97,7 +94,7 @@ def _(stats, function):
     return stats.new_empty(rows), stats.new_empty((*rows, 5))
 
 
-@kernel
+@merge_kernel
 def _merge(stats):
     m_a, s_a, sound, m_b, s_b, c = stats.unbind(-1)
     maximum_a, maximum_b = m_a.amax(-1), m_b.amax(-1)
@@ -177,8 +174,8 @@ def _grads(a, b, grad, saved, temperature, start, vocab_size) -> tuple[Tensor, T
     live = (grad != 0) & (value != torch.inf)
     live = live & (maximum_a != -torch.inf) & (maximum_b != -torch.inf)
     dtype = math_dtype(a, b)
-    log_p_a = (prepare(a, temperature, start, vocab_size, dtype) - maximum_a) - log_sum_a
-    log_p_b = (prepare(b, temperature, start, vocab_size, dtype) - maximum_b) - log_sum_b
+    x_a, x_b = (prepare(x, temperature, start, vocab_size, dtype) for x in flat(a, b))
+    log_p_a, log_p_b = (x_a - maximum_a) - log_sum_a, (x_b - maximum_b) - log_sum_b
     p_a = log_p_a.exp()
     to_a = torch.where(log_p_a == -torch.inf, 0, grad * p_a * (log_p_a - log_p_b - value))
     to_b = grad * (log_p_b.exp() - p_a)

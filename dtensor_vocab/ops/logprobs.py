@@ -16,7 +16,7 @@ from dtensor_vocab.inputs import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, counted
 from dtensor_vocab.softmax import (
@@ -45,7 +45,7 @@ def _(stats, index, vocab_size, ignore_index):
     return stats.new_empty(index.shape), stats.new_empty((*stats.shape[1:-1], 2))
 
 
-@kernel
+@merge_kernel
 def _merge(stats, index, ignore_index):
     softmax = merge_softmax(stats)
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)

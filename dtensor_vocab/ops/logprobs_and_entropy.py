@@ -13,7 +13,7 @@ from dtensor_vocab.inputs import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.entropy import entropy_coefficients
 from dtensor_vocab.rows import check, counted
@@ -47,7 +47,7 @@ def _(stats, index, vocab_size, ignore_index):
     return stats.new_empty(index.shape), stats.new_empty(rows), stats.new_empty((*rows, 3))
 
 
-@kernel
+@merge_kernel
 def _merge(stats, index, ignore_index):
     softmax = merge_softmax(stats, weighted=True)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)

@@ -24,7 +24,7 @@ from dtensor_vocab.inputs import (
     check_logprobs,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, blocks, kernel, stats_per_row, take
+from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, coverage, local_ids, math_dtype, prepare, rebase
 from dtensor_vocab.softmax import (
@@ -57,12 +57,10 @@ def topk_kl_div_stats(
     if student.numel() == 0:
         return stats
     rows = Rows(student)
-    args = *rows.logits, rows(ids), rows(temperature), vocab_start[0], columns
-    parts = [
-        _shard_stats(*take(args, block), vocab, shard_size, vocab_size)
-        for block in blocks(args[0], BLOCK_LOGITS)
-    ]
-    return torch.cat(parts).view(stats.shape)
+    sizes = columns, vocab, shard_size, vocab_size
+    args = *rows.logits, rows(ids), rows(temperature), vocab_start[0], *sizes
+    shard = in_blocks(_shard_stats, args, BLOCK_LOGITS // student.shape[-1])
+    return shard.view(stats.shape)
 
 
 @topk_kl_div_stats.register_fake
@@ -81,9 +79,9 @@ BLOCK_LOGITS = 1 << 19
 
 @kernel
 def _shard_stats(x, ids, temperature, start, columns, vocab, shard_size, vocab_size):
-    padding = vocab_size if vocab_size < vocab else None
+    (x,), padding = flat(x), vocab_size if vocab_size < vocab else None
     local, owned = local_ids(ids, start, columns)
-    count = sum_equal(local, owned.to(math_dtype(x)))
+    (count,) = sum_equal(local, owned.to(math_dtype(x)))
     named = x.gather(-1, local)
     tail = x.scatter(-1, local, torch.where(count > 0, -torch.inf, named))
     tail = prepare(tail, temperature, start, padding)
@@ -122,7 +120,7 @@ def _(stats, teacher_logprobs, *_):
     return stats.new_empty(rows), stats.new_empty((*rows, 6 + 2 * k))
 
 
-@kernel
+@merge_kernel
 def _merge(stats, log_q, reverse, tail):
     softmax = merge_softmax(stats[..., 2:] if tail else stats)
     norm = torch.stack([softmax.maximum, softmax.log_sum], -1)

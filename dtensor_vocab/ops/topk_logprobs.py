@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
 from dtensor_vocab.inputs import check_k, check_logits, check_temperature
-from dtensor_vocab.kernel import Rows, blocks, kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.logprobs import logprobs_backward
 from dtensor_vocab.rows import check
@@ -53,15 +53,13 @@ def topk_logprobs_stats(
     values = softmax.new_full((*logits.shape[:-1], k), -torch.inf)
     ids = torch.full_like(values, vocab)  # after all real ones, also those that are -inf
     if logits.numel() > 0 and k > 0:
-        (x,) = Rows(logits).logits
+        n = logits.shape[-1]
+        found = min(k, n)
         padding = vocab_size if vocab_size < vocab else None
-        found = min(k, x.shape[-1])
-        parts = [
-            _largest(x[rows], vocab_start[0], padding, found) for rows in blocks(x, BLOCK_LOGITS)
-        ]
-        shape = *logits.shape[:-1], found
-        largest, columns = (torch.cat(part).view(shape) for part in zip(*parts, strict=True))
-        values[..., :found], ids[..., :found] = largest, columns + vocab_start
+        args = *Rows(logits).logits, vocab_start[0], padding, found
+        largest, columns = in_blocks(_largest, args, BLOCK_LOGITS // n)
+        values[..., :found] = largest.view(*logits.shape[:-1], found)
+        ids[..., :found] = (columns + vocab_start).view(*logits.shape[:-1], found)
     return torch.cat([softmax, values.unsqueeze(0), ids.unsqueeze(0)], -1)
 
 
@@ -89,6 +87,7 @@ def _largest(x, start, vocab_size, k):
     They are among the k chunks of columns with the largest maxima, of equal ones the first:
     anything in another chunk comes after the maxima of those.
     """
+    (x,) = flat(x)
     n, padded = x.shape[-1], functools.partial(_padded, start=start, vocab_size=vocab_size)
     column = torch.arange(n, device=x.device).expand(x.shape)
     if n >= 2 * CHUNK * k:
@@ -151,7 +150,7 @@ def _(stats, temperature, k):
     return stats.new_empty((*lead, k)), ids, stats.new_empty((*lead, 2))
 
 
-@kernel
+@merge_kernel
 def _merge(stats, temperature, k):
     softmax = merge_softmax(stats[..., :3])
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
@@ -169,7 +168,7 @@ class _TopkLogprobs(PerToken):
             logits, temperature, vocab_start, vocab, shard_size, vocab_size, k
         )
         log_p, ids, saved = topk_logprobs_merge(stats, temperature, k)
-        return log_p, ids, ids.clone(), saved  # the caller may edit what backward needs
+        return log_p, ids, ids.int(), saved  # not the ids that the caller may edit
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
