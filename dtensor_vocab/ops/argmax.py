@@ -43,9 +43,9 @@ def _new_stats(logits, vocab_start) -> Tensor:
 @kernel
 def _shard_stats(logits, start, columns, vocab, shard_size, vocab_size):
     x = prepare(*flat(logits), None, start, vocab_size if vocab_size < vocab else None)
-    maximum = x.amax(-1, keepdim=True)  # and then where it is, which vectorizes, unlike argmax
+    maximum = x.amax(-1, keepdim=True)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    found = (x == maximum) | x.isnan()
+    found = (x == maximum) | (x != x)  # which vectorizes, unlike isnan
     first = torch.where(found, column, x.shape[-1]).amin(-1) + start
     sound = coverage(x, start, columns, vocab, shard_size, None, vocab_size, None)
     return torch.stack([maximum.squeeze(-1), first.to(x.dtype), sound], -1)

@@ -6,8 +6,6 @@ as logits, before temperature and normalisation could round two of them to one v
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ __all__ = ["topk_logprobs"]
 
 BLOCK_LOGITS = 1 << 20
 """How many logits are searched at once: scratch is a fraction of them."""
-CHUNK = 32
+CHUNK = 16
 LOW_BITS = 0x7FFFFFFF
 
 
@@ -82,46 +80,49 @@ def _(logits, temperature, vocab_start, vocab, shard_size, vocab_size, k):
 
 @kernel
 def _largest(x, start, vocab_size, k):
-    """The k largest logits of each row and their columns, by value, then by column.
-
-    They are among the k chunks of columns with the largest maxima, of equal ones the first:
-    anything in another chunk comes after the maxima of those.
-    """
+    """The k largest logits of each row and their columns, by value, then by column."""
     (x,) = flat(x)
-    n, padded = x.shape[-1], functools.partial(_padded, start=start, vocab_size=vocab_size)
-    column = torch.arange(n, device=x.device).expand(x.shape)
-    if n >= 2 * CHUNK * k:
-        whole = n // CHUNK * CHUNK
-        chunks = padded(x, column)[..., :whole].unflatten(-1, (-1, CHUNK)).amax(-1)
-        chunk = _first_largest(chunks, k).sort(-1).values
-        inside = torch.arange(CHUNK, device=x.device)
-        column = torch.cat(
-            [(chunk.unsqueeze(-1) * CHUNK + inside).flatten(-2), column[..., whole:]], -1
-        )
-        x = x.gather(-1, column)
-    x = padded(x, column)
-    first = _first_largest(x, k)
-    return x.gather(-1, first), column.gather(-1, first)
-
-
-def _padded(x, column, start, vocab_size) -> Tensor:
-    return x if vocab_size is None else torch.where(column < vocab_size - start, x, -torch.inf)
-
-
-def _first_largest(x: Tensor, k: int) -> Tensor:
-    """Where the k largest are, by value, then by position; NaN is the largest.
-
-    torch.topk may take any of those that tie, so it is given numbers which do not: the bits of a
-    value, in an order that integers have, above those of its position.
-    """
+    n = x.shape[-1]
+    column = torch.arange(n, device=x.device)
+    if vocab_size is not None:
+        x = torch.where(column < vocab_size - start, x, -torch.inf)
     if x.dtype == torch.float64:
-        return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    x = torch.where(x.isnan(), torch.nan, torch.where(x == 0, 0, x)).float()  # one NaN, one 0
-    bits = x.view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ LOW_BITS, bits).long()
-    last = x.shape[-1] - 1
-    keys = (bits << 32) | (last - torch.arange(last + 1, device=x.device))
-    return last - (keys.topk(k).values & 0xFFFFFFFF)
+        values, columns = x.sort(dim=-1, descending=True, stable=True)
+        return values[..., :k], columns[..., :k]
+    if n >= 2 * CHUNK * k:
+        # They are in the k chunks whose best ones are best: whatever is in another comes after
+        # those. Chunk c are the columns c, c + chunks, ...: maxima of such vectorize.
+        chunks = n // CHUNK
+        x_in = x[..., : chunks * CHUNK].unflatten(-1, (CHUNK, chunks))
+        best = x_in.amax(-2)
+        step = torch.arange(CHUNK, device=x.device, dtype=torch.int32).unsqueeze(-1)
+        first = torch.where((x_in == best.unsqueeze(-2)) | (x_in != x_in), step, CHUNK).amin(-2)
+        keys = _keys(best, first * chunks + column[:chunks])
+        chunk = keys.topk(k, sorted=False).indices
+        rest = column[chunks * CHUNK :].expand(len(x), -1)
+        inside = (chunk.unsqueeze(-1) + step.squeeze(-1) * chunks).flatten(-2)
+        column = torch.cat([inside, rest], -1)
+        keys = _keys(x.gather(-1, column), column)
+    else:
+        keys = _keys(x, column)
+    columns = _column(keys.topk(k).values)
+    return x.gather(-1, columns), columns
+
+
+def _keys(x: Tensor, column: Tensor) -> Tensor:
+    """An integer for each logit, in the order of values, NaN the largest, then that of columns.
+
+    Its upper half are the bits of the value, in an order that integers have. (torch.topk of the
+    values would take any of those that tie.)
+    """
+    x = torch.where(x == 0, 0, x.float())  # one zero, and then one NaN
+    bits = torch.where(x != x, torch.nan, x).view(torch.int32)
+    bits = torch.where(bits < 0, bits ^ LOW_BITS, bits)
+    return (bits.long() << 32) | (LOW_BITS - column)
+
+
+def _column(keys: Tensor) -> Tensor:
+    return LOW_BITS - (keys & LOW_BITS)
 
 
 def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
