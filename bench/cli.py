@@ -29,7 +29,7 @@ SHAPES = {
 FAMILIES = list(dict.fromkeys(op.family for op in OPS.values()))
 QUICK_OPS = ("logprobs", "kl_div")
 QUICK = {1: [(64, 1002)], 2: [(64, 1002)]}
-ROUNDS = 7
+ROUNDS = 5
 """How often each run is timed."""
 TESTS = Path(__file__).parents[1] / "tests"
 
