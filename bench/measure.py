@@ -27,6 +27,7 @@ ENOUGH = 1.2
 PATIENCE = 300
 """How long an answer is waited for (s): getting ready includes compilation."""
 PRELOADED = ["torch._inductor.compile_fx", "bench.worker"]
+PRELOADED_FOR_CPU = [*PRELOADED, "bench.warm"]
 
 
 class BenchError(RuntimeError):
@@ -53,12 +54,12 @@ def measure(group: Group, device: str, rounds: int) -> list[Result]:
         workers = [stack.enter_context(_run_workers(run, device)) for run in group]
         for worker in workers:
             worker.answer()  # when it is ready
+        peaks = [worker.ask("peak") for worker in workers]
         times: list[list[float]] = [[] for _ in group]
         for _ in range(rounds):
             for worker, seconds in zip(workers, times, strict=True):
                 if len(seconds) < 3 or sum(seconds) < ENOUGH:
                     seconds.append(worker.ask("seconds"))
-        peaks = [worker.ask("peak") for worker in workers]
     return [
         Result(run, statistics.median(seconds), peak)
         for run, seconds, peak in zip(group, times, peaks, strict=True)
@@ -67,7 +68,7 @@ def measure(group: Group, device: str, rounds: int) -> list[Result]:
 
 def copy_bandwidth(device: str) -> float:
     """Bytes read and written a second by a large copy; checks the measure of memory as well."""
-    with _workers(serve_machine, [(device,)], "the machine") as worker:
+    with _workers(serve_machine, [(device,)], "the machine", device) as worker:
         worker.answer()
         return worker.ask("copy_bandwidth")
 
@@ -106,17 +107,17 @@ def _run_workers(run: Run, device: str) -> Iterator[Workers]:
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder) / "rendezvous")
         ranks = [(run, rank, rendezvous, device) for rank in range(run.case.ranks)]
-        with _workers(serve, ranks, f"{run.case}, {run.provider}") as workers:
+        with _workers(serve, ranks, f"{run.case}, {run.provider}", device) as workers:
             yield workers
 
 
 @contextlib.contextmanager
 def _workers(
-    target: Callable[..., None], ranks: list[tuple[Any, ...]], name: str
+    target: Callable[..., None], ranks: list[tuple[Any, ...]], name: str, device: str
 ) -> Iterator[Workers]:
-    # Forked from a process that has torch imported, and that has run nothing
+    # Forked from a process that has torch imported, and that has not touched a GPU
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED_FOR_CPU if device == "cpu" else PRELOADED)
     processes, pipes = [], []
     try:
         for args in ranks:

@@ -57,6 +57,8 @@ class Op:
     """The inputs that need one."""
     k: int | None = None
     """Ids per position."""
+    results: int = 0
+    """Bytes of the results of a row, where they are many."""
     distinct: bool = False
     """Whether the highest logits, which are picked, must not be equal."""
     sliced: bool = False
@@ -165,7 +167,7 @@ OPS = {
             others=_in_place(CROSS_ENTROPY[0]),
         ),
         Op("js_div", dv.js_div, naive.js_div, passes=7, gradients=STUDENT),
-        Op("topk_logprobs, K = 64", *TOPK, passes=3, k=K, distinct=True),
+        Op("topk_logprobs, K = 64", *TOPK, passes=3, k=K, results=K * (4 + 8), distinct=True),
         Op("topk_kl_div, K = 64", *TOPK_KL, passes=3, gradients=STUDENT, k=K),
         Op("argmax", dv.argmax, naive.argmax, passes=1, gradients=NONE, distinct=True),
         Op("step", *STEP, gradients=("hidden", "weight"), loss_parallel=_step(_parallel_logprobs)),

@@ -25,21 +25,31 @@ def peak_above_inputs(call: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    _return_freed_blocks()
+    return_freed_blocks()
     with _resident_peak() as peak:
         call()
     return peak()
 
 
-def _return_freed_blocks() -> None:
-    """Has glibc hand free memory back, now and from now on: resident is then what is in use.
+def return_freed_blocks() -> None:
+    """Has glibc hand freed memory back, now and from now on: resident is then what is in use.
 
-    It slows allocation down, so nothing is timed after it.
+    To be called first of all: blocks that were freed before are used again without that. It slows
+    allocation down, so before anything is timed there is ``keep_freed_blocks``.
     """
+    _set_malloc(mmap_from=1 << 16, trim_from=0)
+
+
+def keep_freed_blocks() -> None:
+    """What glibc comes to by itself, in a process that has freed large blocks."""
+    _set_malloc(mmap_from=32 << 20, trim_from=64 << 20)
+
+
+def _set_malloc(mmap_from: int, trim_from: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-        libc.mallopt(M_TRIM_THRESHOLD, 0)
+        libc.mallopt(M_MMAP_THRESHOLD, mmap_from)
+        libc.mallopt(M_TRIM_THRESHOLD, trim_from)
         libc.malloc_trim(0)
 
 

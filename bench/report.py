@@ -107,11 +107,11 @@ class Report:
             },
         )
         lines += _highest(
-            "peak of any op above inputs and gradients (MiB)",
+            "peak of any op above inputs, gradients and results (MiB)",
             2.0,
             {
                 f"{result.run.case}, {result.run.provider}": (
-                    (result.peak - gradient_bytes(result.run)) / MIB
+                    (result.peak - gradient_bytes(result.run) - _result_bytes(result.run)) / MIB
                 )
                 for group in self.groups
                 for result in group
@@ -148,6 +148,10 @@ def _highest(what: str, aim: float, values: dict[str, float]) -> list[tuple[str,
 
 def _bytes(case: Case) -> int:
     return math.prod(case.shape) * getattr(torch, case.dtype).itemsize
+
+
+def _result_bytes(run: Run) -> int:
+    return OPS[run.case.op].results * math.prod(run.case.shape[:-1])
 
 
 def gradient_bytes(run: Run) -> float:

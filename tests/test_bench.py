@@ -102,7 +102,7 @@ def test_an_error_in_a_process_is_raised() -> None:
 
 
 def measure_known_allocation(way: str) -> int:
-    peak._return_freed_blocks()
+    peak.return_freed_blocks()
     with getattr(peak, way)() as grown:
         first = torch.ones(16 * MIB)
         second = torch.ones(8 * MIB)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import dtensor_vocab as dv
 from tests.ops import (
@@ -31,6 +32,7 @@ from tests.ranks import distribute, on_mesh, part, parts
 eager = pytest.mark.usefixtures("eager_kernels")
 
 DP_TP = Layout((2, 2), (Shard(0), Shard(-1)))
+DP_CP_TP = Layout((2, 2, 2), (Shard(0), Shard(1), Shard(2)))
 PLAIN_OR_MESH = pytest.mark.parametrize("layout", [None, tp(2), DP_TP], ids=str)
 DIFFERENTIABLE = [op for op in OPS if not op.constant]
 ROWS_WITH_GRADIENT = [op for op in ROW_BY_ROW if not op.constant]
@@ -54,7 +56,7 @@ LOCAL_LOSSES: dict[str, Loss] = {
     "full_tensor": lambda out, weight: (out.full_tensor() * weight.full_tensor()).sum(),
     "to_local": lambda out, weight: (out.to_local() * weight.to_local()).sum(),
     "redistributed": lambda out, weight: (
-        (out.redistribute(placements=[Replicate()] * 2) * weight).sum().to_local()
+        (out.redistribute(placements=weight.placements) * weight).sum().to_local()
     ),
     "loss.full_tensor": lambda out, weight: (out * weight).sum().full_tensor(),
 }
@@ -64,8 +66,19 @@ LOCAL_LOSSES: dict[str, Loss] = {
 @pytest.mark.parametrize("loss", [*LOSSES, *LOCAL_LOSSES])
 @pytest.mark.parametrize("op", ROWS_WITH_GRADIENT, ids=str)
 def test_losses(op: Op, loss: str) -> None:
-    """On a data-parallel and tensor-parallel mesh, as on the whole: no factor of any mesh dim."""
-    inputs = draw(op, (4,))
+    check_loss(op, loss, DP_TP, (4,))
+
+
+@eager
+@pytest.mark.parametrize("loss", [*LOSSES, *LOCAL_LOSSES])
+@pytest.mark.parametrize("op", [*named("logprobs")[:1], *named("kl_div")[:1]], ids=str)
+def test_losses_with_context_parallel(op: Op, loss: str) -> None:
+    check_loss(op, loss, DP_CP_TP, (4, 6))
+
+
+def check_loss(op: Op, loss: str, layout: Layout, rows: tuple[int, ...]) -> None:
+    """As on the whole, with no factor of any mesh dim."""
+    inputs = draw(op, rows)
     expected = expect(op, inputs).outputs[0]
     weight = torch.arange(1.0, expected.numel() + 1).view(expected.shape) / 4
     leaves = {n: x.double() if n in op.differentiable else x for n, x in inputs.items()}
@@ -74,23 +87,21 @@ def test_losses(op: Op, loss: str) -> None:
     on_whole = LOSSES.get(loss, LOSSES["weighted sum"])
     on_whole(op.oracle(*leaves.values())[0], weight.double()).backward()
 
-    with on_mesh(DP_TP.mesh) as mesh:
-        placed = {n: place(n, x, mesh, DP_TP, inputs) for n, x in inputs.items()}
+    by_row = layout.rows(len(rows) + 1)
+    with on_mesh(layout.mesh) as mesh:
+        placed = {n: place(n, x, mesh, layout, inputs) for n, x in inputs.items()}
         for name in op.differentiable:
             placed[name].requires_grad_()
         out = op(*placed.values())[0]
-        placements = (Shard(0), Replicate()) if loss == "to_local" else (Replicate(), Replicate())
-        {**LOSSES, **LOCAL_LOSSES}[loss](out, distribute(weight, mesh, placements)).backward()
+        weight = distribute(weight, mesh, by_row if loss == "to_local" else layout.nowhere)
+        {**LOSSES, **LOCAL_LOSSES}[loss](out, weight).backward()
     for name in op.differentiable:
-        grad = placed[name].grad
-        assert_placed_gradient(op, grad, name, leaves[name].grad)
-
-
-def assert_placed_gradient(op: Op, grad: Tensor, name: str, expected: Tensor) -> None:
-    layout = DP_TP if name in op.logits else Layout(DP_TP.mesh, DP_TP.rows(2))
-    assert_placement(grad, layout, layout.placements, expected.shape)
-    there = {rank: part(expected, layout.mesh, layout.placements, rank) for rank in range(4)}
-    assert_parts(parts(grad), there, gradient=True)
+        at = layout if name in op.logits else Layout(layout.mesh, by_row)
+        expected = leaves[name].grad
+        assert_placement(placed[name].grad, at, at.placements, expected.shape)
+        ranks = range(math.prod(layout.mesh))
+        there = {rank: part(expected, at.mesh, at.placements, rank) for rank in ranks}
+        assert_parts(parts(placed[name].grad), there, gradient=True)
 
 
 # ------------------------------------------------------------------ strides

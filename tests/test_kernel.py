@@ -118,11 +118,11 @@ def test_eager_by_request_does_not_warn(tmp_path: Path) -> None:
 MEASURE_PEAKS = """
 import json
 import torch
-from bench.peak import peak_above_inputs
+from bench.peak import peak_above_inputs, return_freed_blocks
 from tests.test_kernel import MEMORY_CASES
 
 torch.set_num_threads(1)
-peak_above_inputs(lambda: None, torch.device("cpu"))  # from here on freed blocks are returned
+return_freed_blocks()
 peaks = {}
 for name, case in MEMORY_CASES.items():
     call = case.prepare()
