@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dtensor_vocab as dv
-from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, expect, named, place, tp
+from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, expect, named, observe, place, tp
 from tests.oracle import assert_gradient, assert_values
-from tests.ranks import World, distribute, from_parts, on_mesh, parts
+from tests.ranks import World, distribute, from_parts, on_mesh, part, parts
 
 two_ranks, four_ranks = pytest.mark.ranks(2), pytest.mark.ranks(4)
 eager = pytest.mark.usefixtures("eager_kernels")
@@ -135,6 +136,74 @@ def test_bad_id_on_one_rank_with_compiled_kernels(op: Op) -> None:
         placed = distribute(logits, mesh, [Shard(-1)]).requires_grad_()
         text = raised_everywhere(RuntimeError, lambda: dv.logprobs(placed, index))
     assert "0 <= id < 7" in text
+
+
+@two_ranks
+@eager
+@pytest.mark.parametrize("op", named("logprobs", "cross_entropy")[1:3], ids=str)
+def test_another_ignore_index_on_one_rank(op: Op) -> None:
+    """Right where no id is either of them; where one is, it is out of range for the other rank."""
+    inputs = draw(op)
+    ignored = -100 if rank() == 0 else -1
+    check(op, inputs, tp(2), ignore_index=ignored)
+    inputs[op.ids_name][2] = -100
+    with on_mesh((2,)) as mesh:
+        placed = [place(n, x, mesh, tp(2), inputs) for n, x in inputs.items()]
+        with pytest.raises(
+            RuntimeError, match=f"{op.name}: expected ids in the range 0 <= id < 10"
+        ):
+            op(*placed, ignore_index=ignored)
+    check(op, draw(op), tp(2))
+
+
+@two_ranks
+@eager
+@pytest.mark.parametrize("op", [op for op in OPS if not op.constant], ids=str)
+def test_gradient_wanted_on_one_rank_alone(op: Op) -> None:
+    """Ranks send the same, whatever they differentiate."""
+    inputs = draw(op)
+    observed = check(op, inputs, tp(2), needs=op.differentiable if rank() == 0 else ())
+    sent = [(c.name, *c.payload.values()) for c in observed.forward]
+    assert World.current.gather(sent) == [sent, sent]
+
+
+@two_ranks
+@eager
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_half_precision_on_one_rank_alone(op: Op) -> None:
+    """A shard in another dtype, of the same math: its values are what they are."""
+    inputs = draw(op, dtype=torch.bfloat16)
+    if rank() == 0:
+        inputs = {n: x.float() if n in op.logits else x for n, x in inputs.items()}
+    check(op, inputs, tp(2))
+
+
+def submesh(names: tuple[str, ...]) -> DeviceMesh:
+    """Tensor-parallel ranks of a mesh of dp x cp x tp, alone or beside dp and cp made into one."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    if names[0] == "rows":
+        mesh["dp", "cp"]._flatten("rows")
+    return mesh[names]
+
+
+@four_ranks
+@eager
+@pytest.mark.parametrize("names", [("tp",), ("rows", "tp"), ("cp", "tp")], ids="-".join)
+@pytest.mark.parametrize("op", named("logprobs", "kl_div", "cross_entropy"), ids=str)
+def test_submesh(op: Op, names: tuple[str, ...]) -> None:
+    """Each of its copies has other rows, unless these are sharded over it."""
+    mesh = submesh(names)
+    seed = 0 if names[0] == "rows" else rank() // 2
+    inputs = draw(op, seed=seed)
+    layout = Layout(tuple(mesh.shape), (Shard(0), Shard(-1))[-len(names) :])
+    expected = expect(op, inputs)
+    observed = observe(op, inputs, mesh, layout, expected.grads)
+    for out, value in zip(observed.outputs, expected.outputs, strict=True):
+        placements = layout.rows(2) if value.dim() else layout.nowhere
+        assert_values(parts(out)[rank()], part(value, mesh.shape, placements, rank()))
+    for name, gradient in expected.gradients.items():
+        local = part(gradient, mesh.shape, layout.placements, rank())
+        assert_gradient(parts(observed.gradients[name])[rank()], local)
 
 
 @two_ranks
