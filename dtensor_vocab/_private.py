@@ -20,6 +20,7 @@ __all__ = [
     "CompileError",
     "DTensorSpec",
     "compile_is_disabled",
+    "in_func_transform",
     "register_placements",
 ]
 
@@ -70,3 +71,8 @@ def register_placements(op: torch._ops.OpOverload, rule: PlacementRule) -> None:
 def compile_is_disabled() -> bool:
     """Whether ``torch.compile`` hands functions back as they are (``TORCH_COMPILE_DISABLE=1``)."""
     return torch._dynamo.config.disable
+
+
+def in_func_transform() -> bool:
+    """Whether a ``torch.func`` transform is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtensor_vocab._private import in_func_transform
+
 __all__ = ["PerToken", "differentiable_once", "logits_gradient", "received"]
 
 
@@ -67,7 +69,8 @@ def logits_gradient(
 
     Whoever still needs the logits then finds their version changed, and raises.
     """
-    if ctx.inplace_backward and not torch.compiler.is_compiling():
+    functional = torch.compiler.is_compiling() or in_func_transform()
+    if ctx.inplace_backward and not functional:
         overwrite(*grads, saved, logits, *args)
         return logits.detach()
     return backward(*grads, saved, logits, *args)

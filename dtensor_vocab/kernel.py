@@ -2,7 +2,8 @@
 
 Where nothing can be compiled (no C++ compiler or no Triton, ``TORCH_COMPILE_DISABLE=1``) the
 same function runs eagerly, on blocks of rows that stay in cache. ``DTENSOR_VOCAB_KERNELS=eager``
-in the environment asks for that, ``DTENSOR_VOCAB_KERNELS=inductor`` (the default) does not.
+in the environment asks for that, ``DTENSOR_VOCAB_KERNELS=inductor`` (the default) does not; it is
+looked up at every call.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[...
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
             if args[0].numel() == 0:
                 return fn(*args)
-            key = (torch.is_inference_mode_enabled(), *map(_variant, args))
+            choice = _choice()
+            key = (choice, torch.is_inference_mode_enabled(), *map(_variant, args))
             if key not in variants:
-                variants[key] = _compile(fn) or functools.partial(eagerly, fn)
+                compiled = _compile(fn) if choice == "inductor" else None
+                variants[key] = compiled or functools.partial(eagerly, fn)
             try:
                 return variants[key](*args)
             except CompileError as error:
@@ -141,13 +144,15 @@ def _take(args: Sequence[Any], first: int, entries: int, drop: bool = False) -> 
     return tuple(map(part, args))
 
 
-def _compile(fn: Callable[..., Any]) -> Callable[..., Any] | None:
-    """``fn`` compiled, or None where it is to run eagerly."""
+def _choice() -> str:
     choice = os.environ.get("DTENSOR_VOCAB_KERNELS", "inductor")
     if choice not in ("inductor", "eager"):
         raise ValueError(f"DTENSOR_VOCAB_KERNELS: expected inductor or eager, got {choice!r}")
-    if choice == "eager":
-        return None
+    return choice
+
+
+def _compile(fn: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``fn`` compiled, or None where nothing is."""
     if compile_is_disabled():
         _warn_eager("torch.compile is disabled")
         return None

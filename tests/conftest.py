@@ -11,7 +11,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 import torch
 
-from dtensor_vocab import kernel
 from tests.ranks import RealRanks, World
 
 logging.getLogger("torch.__trace").propagate = False  # pages of it in every failure
@@ -31,8 +30,6 @@ def _seed() -> None:
 @pytest.fixture
 def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler for tests of what lies around the kernels: their cases would take minutes."""
-    variant = kernel._variant
-    monkeypatch.setattr(kernel, "_variant", lambda argument: ("eager", variant(argument)))
     monkeypatch.setenv("DTENSOR_VOCAB_KERNELS", "eager")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -111,3 +112,18 @@ def test_rows_that_share_memory_are_refused(op: Op) -> None:
     inputs["logits"] = inputs["logits"][:1].expand(6, 10)
     with pytest.raises(ValueError, match=rf"^{op.name}: expected logits that own their memory"):
         op(*inputs.values(), inplace_backward=True)
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_transforms_make_a_new_gradient(op: Op) -> None:
+    """``torch.func`` has no room for one that is there already."""
+    logits, *ids = draw(op, (3, 4)).values()
+
+    def loss(logits: Tensor, *ids: Tensor, inplace_backward: bool = True) -> Tensor:
+        return op(logits, *ids, inplace_backward=inplace_backward)[0].sum()
+
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
+        before = logits.clone()
+        gradient = transform(loss)(logits, *ids)
+        expected = transform(functools.partial(loss, inplace_backward=False))(logits, *ids)
+        assert gradient.equal(expected) and logits.equal(before)

@@ -146,7 +146,7 @@ def entropy(
         vocab_size: columns from it on are padding: probability and gradient 0.
         inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
             backward raises (torch's "modified by an inplace operation"). Under
-            ``torch.compile`` the gradient is a new tensor all the same.
+            ``torch.compile`` and in ``torch.func`` the gradient is a new tensor all the same.
 
     Returns:
         ``[*]``, fp32 (fp64 for fp64 logits), never negative; a DTensor where the logits are one:

@@ -203,7 +203,7 @@ def logprobs_and_entropy(
         vocab_size: columns from it on are padding: probability and gradient 0.
         inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
             backward raises (torch's "modified by an inplace operation"). Under
-            ``torch.compile`` the gradient is a new tensor all the same.
+            ``torch.compile`` and in ``torch.func`` the gradient is a new tensor all the same.
 
     Returns:
         log-probabilities, shaped as ``index``, and entropies ``[*]``; dtype and placements as
