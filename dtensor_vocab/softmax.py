@@ -269,9 +269,12 @@ def _write(x: Tensor, entries: Iterable[tuple[Tensor, Tensor]]) -> None:
     """
     first = 0
     for column, values in entries:
-        rows = torch.arange(first, first + len(column), device=x.device)
-        at = torch.unravel_index(rows.unsqueeze(-1), x.shape[:-1])
-        x.index_put_((*at, column.long()), values)
+        row = torch.arange(first, first + len(column), device=x.device).unsqueeze(-1)
+        at = [column.long()]
+        for size in reversed(x.shape[:-1]):
+            at.insert(0, row % size)
+            row = row // size
+        x.index_put_(tuple(at), values)
         first += len(column)
 
 

@@ -160,7 +160,9 @@ class IndexInPython(TorchFunctionMode):
             return _index(*args)
         if func is Tensor.__setitem__:
             x, key, value = args
-            return _index(x, key) + value  # for its checks alone: no data are written
+            where = _index(x, key)
+            # for its checks alone where there are no data
+            return where.copy_(value) if x.device.type == "cpu" else where + value
         if func is Tensor.__invert__:
             return aten.bitwise_not(*args)
         return func(*args, **(kwargs or {}))
