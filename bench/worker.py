@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -52,6 +53,7 @@ def serve_machine(pipe: Connection, device: str) -> None:
 
 
 def _set_compiler() -> None:
+    warnings.filterwarnings("error", "dtensor_vocab")  # kernels that do not compile
     torch._inductor.config.compile_threads = 1  # or each process starts others to compile in
     # Its key knows no rank: a rank takes what another has left for its part of the vocabulary.
     torch._functorch.config.enable_autograd_cache = False

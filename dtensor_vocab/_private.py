@@ -2,7 +2,7 @@
 
 ``register_sharding``, the public way to give an operator a DTensor strategy, refuses shards of
 size zero: with fewer columns than ranks it gathers the logits without a word. The registry
-below it takes placements as they are given, on every torch from 2.11 on.
+below it takes placements as they are given, on torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch._dynamo
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
@@ -19,10 +20,18 @@ from torch.distributed.tensor.placement_types import Placement
 __all__ = [
     "CompileError",
     "DTensorSpec",
+    "assert_async",
     "compile_is_disabled",
     "in_func_transform",
     "register_placements",
+    "tensor_arguments",
 ]
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Raises where ``condition`` (0-d) is false: on a GPU later, without the host waiting."""
+    torch._assert_async(condition, message)
+
 
 CompileError = torch._dynamo.exc.TorchDynamoException
 """What ``torch.compile(fullgraph=True)`` raises when it can't make a kernel."""
@@ -31,13 +40,18 @@ Placements = Sequence[tuple[Placement, ...] | None]
 PlacementRule = Callable[[Sequence[DTensorSpec | None]], tuple[Placements, Placements]]
 
 
-def register_placements(op: torch._ops.OpOverload, rule: PlacementRule) -> None:
+def tensor_arguments(op: torch.library.CustomOpDef) -> list[bool]:
+    """Which arguments of an operator are tensors."""
+    return ["Tensor" in str(argument.type) for argument in op._opoverload._schema.arguments]
+
+
+def register_placements(op: torch.library.CustomOpDef, rule: PlacementRule) -> None:
     """Registers ``rule`` as the one sharding strategy of ``op``.
 
     ``rule`` maps the specs of the tensor arguments (None for one left out) to the placements
     that these must have and to those of the outputs.
     """
-    is_tensor = ["Tensor" in str(argument.type) for argument in op._schema.arguments]
+    is_tensor = tensor_arguments(op)
 
     def strategy(schema: OpSchema) -> OpStrategy:
         given = [
@@ -65,7 +79,7 @@ def register_placements(op: torch._ops.OpOverload, rule: PlacementRule) -> None:
 
     # Whatever is no tensor can change the output's shape, so all of it is part of the cache key.
     info = RuntimeSchemaInfo(is_tensor.index(False) if False in is_tensor else len(is_tensor))
-    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategy, info)
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op._opoverload, strategy, info)
 
 
 def compile_is_disabled() -> bool:

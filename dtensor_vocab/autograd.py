@@ -39,7 +39,8 @@ class PerToken(torch.autograd.Function):
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the gradients of a ``backward`` raise where they are differentiated again.
 
-    Without it a gradient penalty, say, would silently get no gradient.
+    Without it a gradient penalty, say, would silently get no gradient. ``backward`` returns a
+    tuple with the gradients of the first inputs; the others have none.
     """
 
     @functools.wraps(backward)
@@ -48,6 +49,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             return (None,) * len(ctx.needs_input_grad)
         with torch.no_grad():
             gradients = backward(ctx, *grads)
+        gradients = (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return gradients
         sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]

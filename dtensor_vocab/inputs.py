@@ -16,13 +16,15 @@ from dtensor_vocab.rows import math_dtype
 
 __all__ = [
     "Vocabulary",
+    "check_bool",
+    "check_float",
     "check_ids",
     "check_ignore_index",
     "check_inplace_backward",
     "check_k",
     "check_logits",
+    "check_logprobs",
     "check_pair",
-    "check_row_values",
     "check_temperature",
 ]
 
@@ -166,6 +168,21 @@ def check_ignore_index(function: str, ignore_index: int | None) -> None:
         _check_int(function, ignore_index, "ignore_index", "an int or None")
 
 
+def check_float(function: str, value: float, name: str, most: float | None = None) -> None:
+    """Checks a weight that is at least 0 and finite."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        got = type(value).__name__
+        raise TypeError(f"{function}: expected {name} to be a float, got {got}")
+    if not (0 <= value < math.inf and (most is None or value <= most)):
+        bound = f"<= {most}" if most is not None else "< inf"
+        raise ValueError(f"{function}: expected 0 <= {name} {bound}, got {value}")
+
+
+def check_bool(function: str, value: bool, name: str) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{function}: expected {name} to be a bool, got {type(value).__name__}")
+
+
 def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
     _check_int(function, k, "k")
     if not 0 <= k <= vocabulary.size:
@@ -175,9 +192,7 @@ def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
 
 
 def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor) -> None:
-    if not isinstance(inplace_backward, bool):
-        got = type(inplace_backward).__name__
-        raise TypeError(f"{function}: expected inplace_backward to be a bool, got {got}")
+    check_bool(function, inplace_backward, "inplace_backward")
     overlap = any(s == 0 and n > 1 for n, s in zip(logits.shape, logits.stride(), strict=True))
     if inplace_backward and overlap:
         raise ValueError(

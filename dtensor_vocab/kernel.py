@@ -31,7 +31,8 @@ def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``fn``, pure tensor code without data-dependent control, to run as one kernel.
 
     Its first argument are logits as :class:`Rows` gives them, which it flattens by :func:`flat`.
-    The other tensors and the results have the rows as their first dim, 0-d tensors apart.
+    The other tensors and the results have the rows as their first dim, 0-d tensors apart. A float
+    arrives as a 0-d tensor.
     """
     return _kernel(fn, lambda fn, *args: in_blocks(fn, args, BLOCK_ELEMENTS // args[0].shape[-1]))
 
@@ -46,7 +47,7 @@ def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        args = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
+        args = tuple(_as_kernels_take_it(arg, args[0].device) for arg in args)
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
             if args[0].numel() == 0:
                 return fn(*args)
@@ -161,6 +162,13 @@ def _compile(fn: Callable[..., Any]) -> Callable[..., Any] | None:
         fn.__code__.replace(), fn.__globals__, fn.__name__, None, fn.__closure__
     )
     return torch.compile(copy, dynamic=True, fullgraph=True)
+
+
+def _as_kernels_take_it(arg: Any, device: torch.device) -> Any:
+    """A float as a 0-d tensor: one kernel serves all values of an option."""
+    if type(arg) is float:
+        return torch.full((), arg, dtype=torch.float64, device=device)
+    return arg.detach() if isinstance(arg, Tensor) else arg
 
 
 def _variant(arg: Any) -> Any:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_vocab._private import DTensorSpec, register_placements
+from dtensor_vocab._private import DTensorSpec, register_placements, tensor_arguments
 
 __all__ = ["operator"]
 
@@ -72,7 +72,7 @@ def operator(
         if not mutates:
             op.register_autograd(_no_backward, setup_context=_mark_constant)
             op.register_vmap(functools.partial(_vmap, op, inputs, outputs))
-        register_placements(op._opoverload, placements)
+        register_placements(op, placements)
         return op
 
     return register
@@ -117,11 +117,10 @@ def _vmap(
     in_dims: tuple[int | None, ...],
     *args: Any,
 ) -> tuple[Any, Any]:
-    is_tensor = ["Tensor" in str(argument.type) for argument in op._opoverload._schema.arguments]
     roles = iter(inputs)
     batched: list[Any] = []
     rows: tuple[int, ...] = ()
-    for arg, dim, wanted in zip(args, in_dims, is_tensor, strict=True):
+    for arg, dim, wanted in zip(args, in_dims, tensor_arguments(op), strict=True):
         role = next(roles) if wanted else None
         if not isinstance(arg, Tensor) or role == "start":
             batched.append(arg)

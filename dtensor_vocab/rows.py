@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtensor_vocab._private import assert_async
+
 __all__ = [
     "check",
     "counted",
@@ -126,12 +128,12 @@ def check(
     """
     if vocab_size is not None:
         ignored = "" if ignore_index is None else f" or id == ignore_index ({ignore_index})"
-        torch._assert_async(
+        assert_async(
             (faults != BAD_ID).all(),
             f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, "
             "got one out of range on at least one rank",
         )
-    torch._assert_async(
+    assert_async(
         (faults != BAD_LAYOUT).all(),
         f"{function}: expected each rank to hold the torch.chunk share of one number of columns, "
         "got shards that do not fit together; where they are uneven, DTensor.from_local needs the "

@@ -35,8 +35,8 @@ class Op:
     ids: tuple[int, ...] = ()
     """Trailing dims of the ids: () for one a position, (K,) for K."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    collectives: int = 1
-    """Forward, where the vocabulary is sharded."""
+    numbers: tuple[int, ...] = (4,)
+    """How many a row each collective carries, forward, where the vocabulary is sharded."""
     constant: bool = False
     """Has no gradients at all."""
 
@@ -83,19 +83,25 @@ TOP_TEACHER = ("student", "teacher_logprobs", "teacher_ids")
 
 OPS = [
     Op("logprobs", ("logits", "index")),
-    Op("logprobs", ("logits", "index"), ids=(3,)),
+    Op("logprobs", ("logits", "index"), ids=(3,), numbers=(6,)),
     Op("entropy", ("logits",)),
-    Op("logprobs_and_entropy", ("logits", "index")),
-    Op("kl_div", ("student", "teacher")),
-    Op("kl_div", ("student", "teacher"), options={"reverse": True}),
-    Op("js_div", ("student", "teacher"), options={"beta": 0.3}, collectives=2),
+    Op("logprobs_and_entropy", ("logits", "index"), numbers=(5,)),
+    Op("kl_div", ("student", "teacher"), numbers=(6,)),
+    Op("kl_div", ("student", "teacher"), options={"reverse": True}, numbers=(6,)),
+    Op("js_div", ("student", "teacher"), options={"beta": 0.3}, numbers=(6, 2)),
     Op("cross_entropy", ("logits", "target"), options={"reduction": "none"}),
+    Op(
+        "cross_entropy",
+        ("logits", "target"),
+        options={"reduction": "none", "label_smoothing": 0.1},
+        numbers=(6,),
+    ),
     Op("cross_entropy", ("logits", "target"), options={"reduction": "mean", "z_loss": 0.1}),
-    Op("topk_logprobs", ("logits",), options={"k": 3}),
-    Op("argmax", ("logits",), constant=True),
-    Op("topk_kl_div", TOP_TEACHER, ids=(3,)),
-    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}),
-    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}),
+    Op("topk_logprobs", ("logits",), options={"k": 3}, numbers=(9,)),
+    Op("argmax", ("logits",), constant=True, numbers=(3,)),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,), numbers=(6,)),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}, numbers=(8,)),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}, numbers=(8,)),
 ]
 PAIRS = [op for op in OPS if len(op.logits) == 2]
 WITH_IDS = [op for op in OPS if op.ids_name]
@@ -333,7 +339,7 @@ def compare(
     sharded = layout is not None and layout.shards_vocab(ndim)
     across_rows = layout is not None and op.reduces_rows and layout.rows(ndim) != layout.nowhere
     if not across_rows:
-        oracle.assert_collectives(observed.forward, op.collectives if sharded else 0)
+        oracle.assert_collectives(observed.forward, len(op.numbers) if sharded else 0)
     oracle.assert_collectives(observed.backward, 0)
 
 

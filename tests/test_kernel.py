@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops import OPS, Op, check, draw, expect, observe
+from tests.ops import OPS, Op, check, draw, expect, named, observe
 from tests.oracle import assert_values
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +67,25 @@ def test_eager_kernels_work_in_blocks(
         longer = torch.cat([inputs[name], inputs[name]], dim)
         inputs[name] = longer.narrow(dim, 0, rows[-1])
     check(op, inputs)
+
+
+OPTIONS = {
+    "beta": (named("js_div")[0], [0.1, 0.5, 0.9]),
+    "label_smoothing": (named("cross_entropy")[0], [0.1, 0.2, 1.0]),
+    "z_loss": (named("cross_entropy")[0], [0.1, 0.2, 1.0]),
+    "temperature": (named("cross_entropy")[0], [0.5, 0.75, 2.0]),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_kernels_serve_all_values_of_an_option(option: str) -> None:
+    """A schedule of it compiles nothing after its first step."""
+    op, values = OPTIONS[option]
+    graphs = []
+    for value in values:
+        check(op, draw(op), **{option: value})
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1
 
 
 # ------------------------------------------------------------------ no compiler

@@ -7,7 +7,6 @@ dloss/dx_v = p_v (1 + 2 ζ lse) - (1 - ε) 1[v = y] - ε/n
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
 from dtensor_vocab.inputs import (
+    check_float,
     check_ids,
     check_ignore_index,
     check_inplace_backward,
@@ -47,7 +47,11 @@ def cross_entropy_merge(
 ) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to the losses ``[*]`` and (M, log S) ``[*, 2]``."""
     loss, saved, faults = _merge(
-        stats_per_row(stats), Rows(stats[0])(target), ignore_index, label_smoothing, z_loss
+        stats_per_row(stats),
+        Rows(stats[0])(target),
+        ignore_index,
+        label_smoothing or None,
+        z_loss or None,
     )
     check("cross_entropy", faults, vocab_size, ignore_index)
     return loss.view(target.shape), saved.view(*target.shape, 2)
@@ -60,12 +64,12 @@ def _(stats, target, *_):
 
 @merge_kernel
 def _merge(stats, target, ignore_index, label_smoothing, z_loss):
-    softmax = merge_softmax(stats, summed=label_smoothing > 0)
+    softmax = merge_softmax(stats, summed=label_smoothing is not None)
     log_p = (softmax.picked.squeeze(-1) - softmax.maximum) - softmax.log_sum
-    loss = -(1 - label_smoothing) * log_p
-    if label_smoothing > 0:
-        loss = loss - label_smoothing * softmax.mean_log_p
-    if z_loss > 0:
+    loss = -log_p
+    if label_smoothing is not None:
+        loss = (1 - label_smoothing) * loss - label_smoothing * softmax.mean_log_p
+    if z_loss is not None:
         loss = loss + z_loss * (softmax.maximum + softmax.log_sum).square()
     loss = torch.where(counted(target.squeeze(-1), ignore_index), loss, 0)
     return loss, torch.stack([softmax.maximum, softmax.log_sum], -1), softmax.fault
@@ -87,7 +91,7 @@ def cross_entropy_backward(
 ) -> Tensor:
     """The gradient of ``logits [*, V_local]`` for ``grad [*]``."""
     padding = vocab_size if padded else None
-    values = grad, ignore_index, label_smoothing, z_loss, vocab_size
+    values = grad, ignore_index, label_smoothing or None, z_loss or None, vocab_size
     return _gradient(logits, saved, target, temperature, vocab_start, padding, *values)
 
 
@@ -120,8 +124,8 @@ def cross_entropy_backward_(
         vocab_size if padded else None,
         grad,
         ignore_index,
-        label_smoothing,
-        z_loss,
+        label_smoothing or None,
+        z_loss or None,
         vocab_size,
     )
 
@@ -137,16 +141,17 @@ def _gradient(
     target: Tensor,
     grad: Tensor,
     ignore_index: int | None,
-    label_smoothing: float,
-    z_loss: float,
+    label_smoothing: Tensor | None,
+    z_loss: Tensor | None,
     vocab_size: int,
 ) -> Coefficients:
     grad = a = torch.where(counted(target, ignore_index), grad, 0)
-    if z_loss > 0:
+    if z_loss is not None:
         lse = saved[..., :1] + saved[..., 1:]
         a = torch.where(grad == 0, 0, grad * (1 + 2 * z_loss * lse))
-    u = -grad * (label_smoothing / vocab_size) if label_smoothing > 0 else None
-    return Coefficients(a=a, c=-(1 - label_smoothing) * grad, u=u)
+    if label_smoothing is None:
+        return Coefficients(a=a, c=-grad)
+    return Coefficients(a=a, c=(label_smoothing - 1) * grad, u=-grad * label_smoothing / vocab_size)
 
 
 class _CrossEntropy(PerToken):
@@ -191,7 +196,7 @@ class _CrossEntropy(PerToken):
         *inputs, saved = ctx.saved_tensors
         args = (grad,), saved, *inputs, *ctx.options
         grad_logits = logits_gradient(ctx, cross_entropy_backward, cross_entropy_backward_, *args)
-        return grad_logits, *[None] * 10
+        return (grad_logits,)
 
 
 def cross_entropy(
@@ -257,8 +262,8 @@ def cross_entropy(
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"{name}: expected reduction none, sum or mean, got {reduction!r}")
     check_inplace_backward(name, inplace_backward, logits)
-    _check_weight("label_smoothing", label_smoothing, 1)
-    _check_weight("z_loss", z_loss, math.inf)
+    check_float(name, label_smoothing, "label_smoothing", 1)
+    check_float(name, z_loss, "z_loss")
     loss, _ = _CrossEntropy.apply(
         logits,
         target,
@@ -274,8 +279,7 @@ def cross_entropy(
     total = _everywhere(loss.sum())
     if reduction == "sum":
         return total
-    valid = torch.ones_like(target) if ignore_index is None else target != ignore_index
-    return total / _everywhere(valid.sum()).clamp(min=1)
+    return total / _everywhere(counted(target, ignore_index).sum()).clamp(min=1)
 
 
 def _everywhere(total: Tensor) -> Tensor:
@@ -283,11 +287,3 @@ def _everywhere(total: Tensor) -> Tensor:
     if not isinstance(total, DTensor):
         return total
     return total.redistribute(placements=[Replicate()] * total.device_mesh.ndim)
-
-
-def _check_weight(name: str, value: float, most: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        got = type(value).__name__
-        raise TypeError(f"cross_entropy: expected {name} to be a float, got {got}")
-    if not 0 <= value <= most:
-        raise ValueError(f"cross_entropy: expected 0 <= {name} <= {most}, got {value}")

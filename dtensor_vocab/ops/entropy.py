@@ -121,7 +121,7 @@ class _Entropy(PerToken):
         *inputs, saved = ctx.saved_tensors
         args = (grad,), saved, *inputs, ctx.vocab_size
         grad_logits = logits_gradient(ctx, entropy_backward, entropy_backward_, *args)
-        return grad_logits, *[None] * 6
+        return (grad_logits,)
 
 
 def entropy(

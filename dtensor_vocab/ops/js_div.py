@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
-from dtensor_vocab.inputs import check_logits, check_pair, check_temperature
+from dtensor_vocab.inputs import check_float, check_logits, check_pair, check_temperature
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
@@ -92,7 +92,8 @@ def _ratios(student, teacher, norms, temperature, start, vocab_size, beta):
     log_s, log_t = (x_s - maximum_s) - log_sum_s, (x_t - maximum_t) - log_sum_t
     p_s, p_t = log_s.exp(), log_t.exp()
     gap = log_s - log_t
-    weight = torch.where(gap >= 0, beta, torch.full_like(gap, 1 - beta))
+    beta = beta.to(dtype)
+    weight = torch.where(gap >= 0, beta, 1 - beta)
     larger = -torch.log1p(weight * ((-gap.abs()).exp() - 1))
     log_s = torch.where(p_s == 0, 0, torch.where(gap >= 0, larger, larger + gap))
     log_t = torch.where(p_t == 0, 0, torch.where(gap >= 0, larger - gap, larger))
@@ -219,9 +220,9 @@ class _JSDiv(PerToken):
         args = grad, saved, *inputs, ctx.vocab_size, ctx.beta
         to_student, to_teacher = ctx.needs_input_grad[:2]
         if to_student and to_teacher:
-            return *js_div_backward_both(*args), *[None] * 6
+            return js_div_backward_both(*args)
         one = js_div_backward(*args, to_student)
-        return one if to_student else None, None if to_student else one, *[None] * 6
+        return (one,) if to_student else (None, one)
 
 
 def js_div(
@@ -266,10 +267,7 @@ def js_div(
         RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
             device, which does not wait for it.
     """
-    if not isinstance(beta, (int, float)) or isinstance(beta, bool):
-        raise TypeError(f"js_div: expected beta to be a float, got {type(beta).__name__}")
-    if not 0 <= beta <= 1:
-        raise ValueError(f"js_div: expected 0 <= beta <= 1, got {beta}")
+    check_float("js_div", beta, "beta", 1)
     vocabulary = check_logits("js_div", student, vocab_size, "student")
     check_logits("js_div", teacher, vocab_size, "teacher")
     check_pair("js_div", student, teacher)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
-from dtensor_vocab.inputs import check_logits, check_pair, check_temperature
+from dtensor_vocab.inputs import check_bool, check_logits, check_pair, check_temperature
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare, rebase, sum_columns
@@ -203,11 +203,9 @@ class KLDiv(PerToken):
         args = grad, saved, a, b, temperature, vocab_start, ctx.vocab_size
         to_a, to_b = ctx.needs_input_grad[:2]
         if to_a and to_b:
-            grads = kl_div_backward_both(*args)
-        else:
-            one = kl_div_backward(*args, to_a)
-            grads = (one, None) if to_a else (None, one)
-        return *grads, *[None] * 6
+            return kl_div_backward_both(*args)
+        one = kl_div_backward(*args, to_a)
+        return (one,) if to_a else (None, one)
 
 
 def kl_div(
@@ -261,6 +259,7 @@ def kl_div(
         RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
             device, which does not wait for it.
     """
+    check_bool("kl_div", reverse, "reverse")
     vocabulary = check_logits("kl_div", student, vocab_size, "student")
     check_logits("kl_div", teacher, vocab_size, "teacher")
     check_pair("kl_div", student, teacher)

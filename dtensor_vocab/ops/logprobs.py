@@ -141,7 +141,7 @@ class _Logprobs(PerToken):
         *inputs, saved = ctx.saved_tensors
         args = (grad,), saved, *inputs, ctx.vocab_size, ctx.ignore_index
         grad_logits = logits_gradient(ctx, logprobs_backward, logprobs_backward_, *args)
-        return grad_logits, *[None] * 8
+        return (grad_logits,)
 
 
 def logprobs(

@@ -178,7 +178,7 @@ class _LogprobsAndEntropy(PerToken):
             ctx.vocab_size,
             ctx.ignore_index,
         )
-        return grad_logits, *[None] * 8
+        return (grad_logits,)
 
 
 def logprobs_and_entropy(

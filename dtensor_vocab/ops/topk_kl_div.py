@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
 from dtensor_vocab.inputs import (
+    check_bool,
     check_ids,
     check_logits,
     check_logprobs,
@@ -231,7 +232,7 @@ class _TopkKLDiv(PerToken):
             grad = grad.unsqueeze(-1)
             to_teacher = (saved[..., 6 + k :] * grad).masked_fill(grad == 0, 0)
             to_teacher = to_teacher.to(ctx.teacher_dtype)
-        return to_student, to_teacher, *[None] * 8
+        return to_student, to_teacher
 
 
 def topk_kl_div(
@@ -285,6 +286,8 @@ def topk_kl_div(
             together; by an assertion on the device, which does not wait for it.
     """
     name = "topk_kl_div"
+    check_bool(name, reverse, "reverse")
+    check_bool(name, tail, "tail")
     vocabulary = check_logits(name, student, vocab_size, "student")
     ids = check_ids(name, teacher_ids, student, "teacher_ids", (("K",),))
     teacher_logprobs = check_logprobs(name, teacher_logprobs, ids, student)

@@ -181,7 +181,7 @@ class _TopkLogprobs(PerToken):
     @differentiable_once
     def backward(ctx, grad, *_):
         *inputs, saved = ctx.saved_tensors
-        return logprobs_backward(grad, saved, *inputs, ctx.vocab_size, None), *[None] * 6
+        return (logprobs_backward(grad, saved, *inputs, ctx.vocab_size, None),)
 
 
 def topk_logprobs(
