@@ -18,6 +18,7 @@ __all__ = [
     "fault",
     "local_ids",
     "math_dtype",
+    "merge_norm",
     "pick",
     "prepare",
     "rebase",
@@ -58,6 +59,13 @@ def prepare(
 def rebase(x: Tensor, maximum: Tensor) -> Tensor:
     """``x - maximum`` where nothing (-inf) less nothing is nothing, not NaN."""
     return x - torch.where(maximum == -torch.inf, 0, maximum)
+
+
+def merge_norm(m: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """M and log S of ``m, s [rows, shards]``, and m - M: -inf for a shard without mass."""
+    maximum = m.amax(-1)
+    shift = rebase(m, maximum.unsqueeze(-1))
+    return maximum, (shift.exp() * s).sum(-1).log(), shift
 
 
 def sum_columns(terms: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from dtensor_vocab.rows import (
     fault,
     local_ids,
     math_dtype,
+    merge_norm,
     pick,
     prepare,
     rebase,
@@ -164,15 +165,12 @@ class Softmax(NamedTuple):
 def merge_softmax(stats: Tensor, weighted: bool = False, summed: bool = False) -> Softmax:
     """Merges the shards' ``stats [rows, shards, S]``; for use inside a kernel."""
     m, s = stats[..., 0], stats[..., 1]
-    maximum = m.amax(-1)
-    shift = rebase(m, maximum.unsqueeze(-1))  # -inf for a shard without mass
-    scale = shift.exp()
-    total = (scale * s).sum(-1)
-    log_sum = total.log()
+    maximum, log_sum, shift = merge_norm(m, s)
     entropy = mean_log_p = None
     if weighted:
+        scale = shift.exp()
         w = torch.where(m == -torch.inf, 0, scale * (stats[..., 3] + s * shift)).sum(-1)
-        entropy = (log_sum - w / total).clamp_min(0)
+        entropy = (log_sum - w / (scale * s).sum(-1)).clamp_min(0)
     if summed:
         t, n = stats[..., 3 + weighted], stats[..., 4 + weighted]
         mean_log_p = torch.where(n > 0, t + n * shift, 0).sum(-1) / n.sum(-1) - log_sum

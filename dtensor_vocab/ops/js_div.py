@@ -18,7 +18,7 @@ from dtensor_vocab.inputs import check_float, check_logits, check_pair, check_te
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
-from dtensor_vocab.rows import check, fault, math_dtype, prepare, rebase, sum_columns
+from dtensor_vocab.rows import check, fault, math_dtype, merge_norm, prepare, sum_columns
 from dtensor_vocab.softmax import empty_grad
 
 __all__ = ["js_div"]
@@ -40,10 +40,7 @@ def _(stats):
 @merge_kernel
 def _normalize(stats):
     m_s, s_s, sound, m_t, s_t, _ = stats.unbind(-1)
-    norms = []
-    for m, s in ((m_s, s_s), (m_t, s_t)):
-        maximum = m.amax(-1)
-        norms += [maximum, (rebase(m, maximum.unsqueeze(-1)).exp() * s).sum(-1).log()]
+    norms = *merge_norm(m_s, s_s)[:2], *merge_norm(m_t, s_t)[:2]
     return torch.stack(norms, -1), fault(sound)
 
 

@@ -20,7 +20,16 @@ from dtensor_vocab.autograd import PerToken, differentiable_once
 from dtensor_vocab.inputs import check_bool, check_logits, check_pair, check_temperature
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare, rebase, sum_columns
+from dtensor_vocab.rows import (
+    check,
+    coverage,
+    fault,
+    math_dtype,
+    merge_norm,
+    prepare,
+    rebase,
+    sum_columns,
+)
 from dtensor_vocab.softmax import empty_grad
 
 __all__ = ["KLDiv", "kl_div", "kl_div_stats"]
@@ -97,16 +106,13 @@ def _(stats, function):
 @merge_kernel
 def _merge(stats):
     m_a, s_a, sound, m_b, s_b, c = stats.unbind(-1)
-    maximum_a, maximum_b = m_a.amax(-1), m_b.amax(-1)
-    shift_a = rebase(m_a, maximum_a.unsqueeze(-1))  # -inf for a shard without mass
-    shift_b = rebase(m_b, maximum_b.unsqueeze(-1))
+    maximum_a, log_sum_a, shift_a = merge_norm(m_a, s_a)
+    maximum_b, log_sum_b, shift_b = merge_norm(m_b, s_b)
     scale = shift_a.exp()
-    total = (scale * s_a).sum(-1)
-    log_sum_a, log_sum_b = total.log(), (shift_b.exp() * s_b).sum(-1).log()
     # "is infinite" does not pass through a product: the weight of the shard may be 0
     cross = torch.where(c == torch.inf, c, scale * (c + s_a * (shift_a - shift_b)))
     cross = torch.where(m_a == -torch.inf, 0, cross).sum(-1)
-    value = (cross / total - log_sum_a + log_sum_b).clamp_min(0)
+    value = (cross / (scale * s_a).sum(-1) - log_sum_a + log_sum_b).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
     return value, saved, fault(sound)
 

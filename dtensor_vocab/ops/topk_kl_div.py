@@ -27,7 +27,7 @@ from dtensor_vocab.inputs import (
 )
 from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, coverage, local_ids, math_dtype, prepare, rebase
+from dtensor_vocab.rows import check, coverage, local_ids, math_dtype, merge_norm, prepare, rebase
 from dtensor_vocab.softmax import (
     Coefficients,
     SoftmaxGradient,
@@ -133,9 +133,8 @@ def _merge(stats, log_q, reverse, tail):
     value, d = value.sum(-1, keepdim=True), torch.zeros_like(norm[..., :1])
     norm_tail, mass = norm, d
     if tail:
-        m, s = stats[..., 0], stats[..., 1]
-        maximum = m.amax(-1, keepdim=True)
-        log_sum = (rebase(m, maximum).exp() * s).sum(-1, keepdim=True).log()
+        maximum, log_sum, _ = merge_norm(stats[..., 0], stats[..., 1])
+        maximum, log_sum = maximum.unsqueeze(-1), log_sum.unsqueeze(-1)
         empty = maximum == -torch.inf
         norm_tail = torch.where(empty, 0, torch.cat([maximum, log_sum], -1))
         log_rest_p = (maximum - norm[..., :1]) + (log_sum - norm[..., 1:])
