@@ -24,10 +24,11 @@ __all__ = [
     "check_k",
     "check_logits",
     "check_logprobs",
-    "check_pair",
+    "check_teacher",
     "check_temperature",
 ]
 
+MOST_COLUMNS = 1 << 24
 LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -48,14 +49,7 @@ def check_logits(
     function: str, logits: Tensor, vocab_size: int | None, name: str = "logits"
 ) -> Vocabulary:
     """Checks ``logits [*, V]`` and ``vocab_size``, and says where the vocabulary lies."""
-    _check_tensor(function, logits, name)
-    if logits.dtype not in LOGITS_DTYPES:
-        wanted = "of dtype float16, bfloat16, float32 or float64"
-        raise TypeError(f"{function}: expected {name} {wanted}, got {logits.dtype}")
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"{function}: expected {name} of shape [*, V] with V > 0, got {tuple(logits.shape)}"
-        )
+    vocab_dim = _check_one(function, logits, name)
     columns = logits.shape[-1]
     if vocab_size is None:
         vocab_size = columns
@@ -70,7 +64,6 @@ def check_logits(
         return Vocabulary(start, columns, columns, vocab_size)
 
     mesh = logits.device_mesh
-    vocab_dim = _vocab_mesh_dim(function, logits, name)
     shards = 1 if vocab_dim is None else mesh.size(vocab_dim)
     coordinate = mesh.get_coordinate()  # None on a rank outside of the mesh
     rank = 0 if vocab_dim is None or coordinate is None else coordinate[vocab_dim]
@@ -81,6 +74,24 @@ def check_logits(
         start, mesh, placements, run_check=False, shape=torch.Size((shards,)), stride=(1,)
     )
     return Vocabulary(start, columns, shard_size, vocab_size)
+
+
+def _check_one(function: str, logits: Tensor, name: str) -> int | None:
+    """The mesh dim that shards the vocabulary, or None."""
+    _check_tensor(function, logits, name)
+    if logits.dtype not in LOGITS_DTYPES:
+        wanted = "of dtype float16, bfloat16, float32 or float64"
+        raise TypeError(f"{function}: expected {name} {wanted}, got {logits.dtype}")
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"{function}: expected {name} of shape [*, V] with V > 0, got {tuple(logits.shape)}"
+        )
+    if logits.shape[-1] > MOST_COLUMNS and logits.dtype != torch.float64:
+        raise ValueError(
+            f"{function}: expected {name} of at most {MOST_COLUMNS} columns, whose ids fp32 can "
+            f"hold, got {logits.shape[-1]}"
+        )
+    return _vocab_mesh_dim(function, logits, name) if isinstance(logits, DTensor) else None
 
 
 def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
@@ -112,8 +123,9 @@ def _shards_vocab(placement: Shard, logits: Tensor) -> bool:
     return placement.dim % logits.dim() == logits.dim() - 1
 
 
-def check_pair(function: str, student: Tensor, teacher: Tensor) -> None:
-    """Checks that two logits, each sound alone, have the same rows and columns everywhere."""
+def check_teacher(function: str, teacher: Tensor, student: Tensor) -> None:
+    """Checks a teacher's logits, which have the rows and columns of the student's everywhere."""
+    _check_one(function, teacher, "teacher")
     facts: list[tuple[str, Any, Any]] = [
         ("shape", tuple(student.shape), tuple(teacher.shape)),
         ("device", student.device, teacher.device),

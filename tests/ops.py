@@ -337,9 +337,11 @@ def compare(
         placements = layout and (layout.placements if name in LOGITS else layout.rows(ndim))
         _assert_placed(grad, expected.gradients[name], layout, placements, True)
     sharded = layout is not None and layout.shards_vocab(ndim)
-    across_rows = layout is not None and op.reduces_rows and layout.rows(ndim) != layout.nowhere
-    if not across_rows:
-        oracle.assert_collectives(observed.forward, len(op.numbers) if sharded else 0)
+    forward = len(op.numbers) if sharded else 0
+    if layout is not None and op.reduces_rows:  # sums over the rows of each mesh dim
+        sums = 1 if op.options.get("reduction") == "sum" else 2
+        forward += sums * sum(isinstance(p, Shard) for p in layout.rows(ndim))
+    oracle.assert_collectives(observed.forward, forward)
     oracle.assert_collectives(observed.backward, 0)
 
 

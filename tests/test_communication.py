@@ -25,7 +25,11 @@ def test_so_many_numbers_a_row_and_no_more(op: Op, vocab: int) -> None:
     """In one collective, two for the op that takes both distributions normalised."""
     assert len(op.numbers) == (2 if op.name == "js_div" else 1)
     for layout in (tp(2), tp(8), Layout((2, 2), (Replicate(), Shard(-1)))):
-        assert numbers(sent(op, layout, vocab)) == [{6 * n} for n in op.numbers]
+        assert_numbers(op, layout, vocab)
+
+
+def assert_numbers(op: Op, layout: Layout, vocab: int) -> None:
+    assert numbers(sent(op, layout, vocab)) == [{6 * n} for n in op.numbers]
 
 
 def numbers(collectives: list[Collective]) -> list[set[int]]:

@@ -14,7 +14,7 @@ import dtensor_vocab as dv
 from tests import oracle
 from tests.ops import OPS, check, draw, named, tp
 from tests.ranks import Collectives, RealRanks, distribute, on_mesh, part
-from tests.test_communication import assert_few_numbers_a_row
+from tests.test_communication import assert_numbers
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
 
@@ -186,10 +186,10 @@ def test_gathered_logits_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(logits: DTensor, index: Tensor) -> Tensor:
         return real(logits.redistribute(placements=[Replicate()]), index)
 
-    assert_few_numbers_a_row(OPS[0])
+    assert_numbers(OPS[0], tp(2), 16)
     monkeypatch.setattr(dv, "logprobs", gather)
     with pytest.raises(AssertionError):
-        assert_few_numbers_a_row(OPS[0])
+        assert_numbers(OPS[0], tp(2), 16)
 
 
 @pytest.mark.parametrize("fault", ["value", "gradient", "exact zero"])

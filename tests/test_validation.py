@@ -320,3 +320,14 @@ def test_equal_meshes_need_not_be_the_same_object(op: Op) -> None:
         assert again is not mesh
         op(distribute(student, mesh, [Shard(-1)]), distribute(teacher, again, [Shard(-1)]))
         op(distribute(student, mesh, [Shard(-1)]), distribute(teacher, again, [Shard(1)]))
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_ids_that_fp32_cannot_hold(op: Op) -> None:
+    """They travel in the dtype of the math."""
+    inputs = draw(op, (1,))
+    for name in op.logits:
+        inputs[name] = torch.zeros(1, 1).expand(1, 2**24 + 1)
+    refused(
+        ValueError, rf"^{op.name}: expected \w+ of at most 16777216 columns", op, *inputs.values()
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
-from dtensor_vocab.inputs import check_float, check_logits, check_pair, check_temperature
+from dtensor_vocab.inputs import check_float, check_logits, check_teacher, check_temperature
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
@@ -266,8 +266,7 @@ def js_div(
     """
     check_float("js_div", beta, "beta", 1)
     vocabulary = check_logits("js_div", student, vocab_size, "student")
-    check_logits("js_div", teacher, vocab_size, "teacher")
-    check_pair("js_div", student, teacher)
+    check_teacher("js_div", teacher, student)
     temperature = check_temperature("js_div", temperature, student)
     if beta in (0, 1):  # the limits of the family: KL(t || s) and KL(s || t)
         a, b = (student, teacher) if beta == 1 else (teacher, student)

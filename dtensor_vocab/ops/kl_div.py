@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once
-from dtensor_vocab.inputs import check_bool, check_logits, check_pair, check_temperature
+from dtensor_vocab.inputs import check_bool, check_logits, check_teacher, check_temperature
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import (
@@ -267,8 +267,7 @@ def kl_div(
     """
     check_bool("kl_div", reverse, "reverse")
     vocabulary = check_logits("kl_div", student, vocab_size, "student")
-    check_logits("kl_div", teacher, vocab_size, "teacher")
-    check_pair("kl_div", student, teacher)
+    check_teacher("kl_div", teacher, student)
     temperature = check_temperature("kl_div", temperature, student)
     a, b = (student, teacher) if reverse else (teacher, student)
     return KLDiv.apply(a, b, temperature, *vocabulary, "kl_div")[0]
