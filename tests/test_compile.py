@@ -32,7 +32,7 @@ def test_step_with_inductor(op: Op) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_step_on_ranks(op: Op, backend: str, eager_kernels: None) -> None:
     with on_mesh((2,)) as mesh:
