@@ -35,7 +35,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 # ------------------------------------------------------------------ compiled and eager
 
 
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", {op.name: op for op in OPS}.values(), ids=str)
 def test_eager_kernels_give_the_same(op: Op, request: pytest.FixtureRequest) -> None:
     inputs = draw(op, (64,), 24, torch.bfloat16)
     grads = expect(op, inputs).grads
@@ -72,8 +72,6 @@ def test_eager_kernels_work_in_blocks(
 OPTIONS = {
     "beta": (named("js_div")[0], [0.1, 0.5, 0.9]),
     "label_smoothing": (named("cross_entropy")[0], [0.1, 0.2, 1.0]),
-    "z_loss": (named("cross_entropy")[0], [0.1, 0.2, 1.0]),
-    "temperature": (named("cross_entropy")[0], [0.5, 0.75, 2.0]),
 }
 
 
