@@ -23,6 +23,7 @@ __all__ = [
     "assert_async",
     "compile_is_disabled",
     "in_func_transform",
+    "own",
     "register_placements",
     "tensor_arguments",
 ]
@@ -90,3 +91,8 @@ def compile_is_disabled() -> bool:
 def in_func_transform() -> bool:
     """Whether a ``torch.func`` transform is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def own(x: Tensor) -> Tensor:
+    """``x``, which nobody else holds, as a tensor that is no view."""
+    return torch.ops.aten._unsafe_view(x, x.shape)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_vocab._private import DTensorSpec, register_placements, tensor_arguments
+from dtensor_vocab._private import DTensorSpec, own, register_placements, tensor_arguments
 
 __all__ = ["operator"]
 
@@ -68,7 +68,7 @@ def operator(
 
     def register(fn: Callable[..., Any]) -> torch.library.CustomOpDef:
         name, mutated = f"dtensor_vocab::{fn.__name__}", [mutates] if mutates else []
-        op = torch.library.custom_op(name, fn, mutates_args=mutated)
+        op = torch.library.custom_op(name, _without_views(fn), mutates_args=mutated)
         if not mutates:
             op.register_autograd(_no_backward, setup_context=_mark_constant)
             op.register_vmap(functools.partial(_vmap, op, inputs, outputs))
@@ -76,6 +76,22 @@ def operator(
         return op
 
     return register
+
+
+def _without_views(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, with results that autograd does not take for views of what they were made from.
+
+    It would refuse to let the caller edit them in place.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = fn(*args, **kwargs)
+        if isinstance(results, Tensor):
+            return own(results)
+        return results if results is None else tuple(map(own, results))
+
+    return run
 
 
 def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
