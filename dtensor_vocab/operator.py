@@ -147,8 +147,8 @@ def _vmap(
         elif arg.dim() > 0:
             arg = arg.unsqueeze(batch_dim)
             arg = arg.expand(*arg.shape[:batch_dim], info.batch_size, *arg.shape[batch_dim + 1 :])
-        if role == "logits":
-            rows = arg.shape[1:-1]
+        if role in ("logits", "stats", "gathered"):
+            rows = arg.shape[batch_dim + 1 : -1]
         elif role == "rows" and dim is not None and arg.dim() == 1 < len(rows) + 1:
             arg = arg.view(-1, *[1] * len(rows)).expand(-1, *rows)  # one value for an example
         batched.append(arg)

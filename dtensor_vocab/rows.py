@@ -22,6 +22,7 @@ __all__ = [
     "pick",
     "prepare",
     "rebase",
+    "scaled",
     "sum_columns",
 ]
 
@@ -36,19 +37,16 @@ def math_dtype(*logits: Tensor) -> torch.dtype:
 
 def prepare(
     x: Tensor,
-    temperature: Tensor | None,
     start: Tensor,
     vocab_size: int | None,
     dtype: torch.dtype | None = None,
     column: Tensor | None = None,
 ) -> Tensor:
-    """The logits that the softmax is taken of: scaled, and -inf from ``vocab_size`` on.
+    """The logits in the dtype of the math, and -inf from ``vocab_size`` on.
 
     ``column`` says which columns ``x`` holds, if not all.
     """
     x = x.to(dtype or math_dtype(x))
-    if temperature is not None:
-        x = x / temperature.to(x.dtype)
     if vocab_size is not None:
         if column is None:
             column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
@@ -56,15 +54,20 @@ def prepare(
     return x
 
 
-def rebase(x: Tensor, maximum: Tensor) -> Tensor:
-    """``x - maximum`` where nothing (-inf) less nothing is nothing, not NaN."""
-    return x - torch.where(maximum == -torch.inf, 0, maximum)
+def scaled(x: Tensor, temperature: Tensor | None) -> Tensor:
+    """``x / temperature``, of differences of logits: of logits it would round what they share."""
+    return x if temperature is None else x / temperature.to(x.dtype)
 
 
-def merge_norm(m: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """M and log S of ``m, s [rows, shards]``, and m - M: -inf for a shard without mass."""
+def rebase(x: Tensor, maximum: Tensor, temperature: Tensor | None) -> Tensor:
+    """``(x - maximum) / temperature`` where nothing (-inf) less nothing is nothing, not NaN."""
+    return scaled(x - torch.where(maximum == -torch.inf, 0, maximum), temperature)
+
+
+def merge_norm(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """M and log S of ``m, s [rows, shards]``, and (m - M) / T: -inf for a shard without mass."""
     maximum = m.amax(-1)
-    shift = rebase(m, maximum.unsqueeze(-1))
+    shift = rebase(m, maximum.unsqueeze(-1), temperature)
     return maximum, (shift.exp() * s).sum(-1).log(), shift
 
 
@@ -87,12 +90,10 @@ def local_ids(index: Tensor, start: Tensor, columns: int) -> tuple[Tensor, Tenso
     return local.clamp(0, max(columns - 1, 0)), owned
 
 
-def pick(
-    logits: Tensor, temperature: Tensor | None, index: Tensor, start: Tensor, columns: int
-) -> Tensor:
-    """The scaled logits at ids that the shard owns, else 0: the shards' picks add up."""
+def pick(logits: Tensor, index: Tensor, start: Tensor, columns: int) -> Tensor:
+    """The logits at ids that the shard owns, else 0: the shards' picks add up."""
     local, owned = local_ids(index, start, columns)
-    return torch.where(owned, prepare(logits.gather(-1, local), temperature, start, None), 0)
+    return torch.where(owned, prepare(logits.gather(-1, local), start, None), 0)
 
 
 def coverage(

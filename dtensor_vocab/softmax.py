@@ -4,8 +4,9 @@ Over its own columns, a shard computes for each row, in one read of the logits x
 
     m = max x_v,  s = Σ e^(x_v - m),  picked_k = x[index_k]
 
-and where asked for w = Σ e^(x_v - m) (x_v - m) and t = Σ (x_v - m) over its n columns. With
-M = max m_r over the shards r, the whole vocabulary has
+and where asked for w = Σ e^(x_v - m) (x_v - m) and t = Σ (x_v - m) over its n columns. With a
+temperature, each difference of logits is divided by it. With M = max m_r over the shards r, the
+whole vocabulary has
 
     S = Σ_r s_r e^(m_r - M),  W = Σ_r e^(m_r - M) (w_r + s_r (m_r - M)),
     T = Σ_r t_r + n_r (m_r - M)
@@ -39,6 +40,7 @@ from dtensor_vocab.rows import (
     pick,
     prepare,
     rebase,
+    scaled,
 )
 
 __all__ = [
@@ -123,10 +125,10 @@ def _shard_stats(
     summed,
 ):
     padded, (logits,) = vocab_size < vocab, flat(logits)
-    x = prepare(logits, temperature, start, vocab_size if padded else None)
+    x = prepare(logits, start, vocab_size if padded else None)
     maximum = x.amax(-1, keepdim=True)
     # Selecting after the sum leaves the form that Inductor makes one pass of on GPUs.
-    shifted = x - maximum
+    shifted = scaled(x - maximum, temperature)
     mass = shifted.exp()
     total = torch.where(maximum == -torch.inf, 0, mass.sum(-1, keepdim=True)).squeeze(-1)
     maximum = maximum.squeeze(-1)
@@ -137,35 +139,34 @@ def _shard_stats(
     if summed:
         tokens = (vocab_size - start).clamp(0, columns)
         column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-        shifted = rebase(x, maximum.unsqueeze(-1))
+        shifted = rebase(x, maximum.unsqueeze(-1), temperature)
         stats.append(torch.where(column < tokens, shifted, 0).sum(-1))
         stats.append(tokens.to(x.dtype).expand(maximum.shape))
     stats = torch.stack(stats, -1)
-    return (
-        stats
-        if index is None
-        else torch.cat([stats, pick(logits, temperature, index, start, columns)], -1)
-    )
+    return stats if index is None else torch.cat([stats, pick(logits, index, start, columns)], -1)
 
 
 # ---- merge of the shards
 
 
 class Softmax(NamedTuple):
-    """Statistics of rows over the whole vocabulary: ``[rows]``, ``picked`` ``[rows, K]``."""
+    """Statistics of rows over the whole vocabulary: ``[rows]``, ``log_p`` ``[rows, K]``."""
 
     maximum: Tensor
     log_sum: Tensor
-    picked: Tensor
+    log_p: Tensor
+    """At the ids."""
     fault: Tensor
     entropy: Tensor | None
     mean_log_p: Tensor | None
 
 
-def merge_softmax(stats: Tensor, weighted: bool = False, summed: bool = False) -> Softmax:
+def merge_softmax(
+    stats: Tensor, temperature: Tensor | None, weighted: bool = False, summed: bool = False
+) -> Softmax:
     """Merges the shards' ``stats [rows, shards, S]``; for use inside a kernel."""
     m, s = stats[..., 0], stats[..., 1]
-    maximum, log_sum, shift = merge_norm(m, s)
+    maximum, log_sum, shift = merge_norm(m, s, temperature)
     entropy = mean_log_p = None
     if weighted:
         scale = shift.exp()
@@ -175,7 +176,8 @@ def merge_softmax(stats: Tensor, weighted: bool = False, summed: bool = False) -
         t, n = stats[..., 3 + weighted], stats[..., 4 + weighted]
         mean_log_p = torch.where(n > 0, t + n * shift, 0).sum(-1) / n.sum(-1) - log_sum
     picked = stats[..., 3 + weighted + 2 * summed :].sum(-2)
-    return Softmax(maximum, log_sum, picked, fault(stats[..., 2]), entropy, mean_log_p)
+    log_p = scaled(picked - maximum.unsqueeze(-1), temperature) - log_sum.unsqueeze(-1)
+    return Softmax(maximum, log_sum, log_p, fault(stats[..., 2]), entropy, mean_log_p)
 
 
 # ---- gradient
@@ -284,9 +286,9 @@ def _by_rows(logits, saved, index, temperature, vocab_start, vocab_size, *values
 
 
 def _at_columns(terms, logits, saved, temperature, start, vocab_size) -> Tensor:
-    x = prepare(logits, temperature, start, vocab_size)
+    x = prepare(logits, start, vocab_size)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    log_p = (x - saved[..., :1]) - saved[..., 1:2]
+    log_p = scaled(x - saved[..., :1], temperature) - saved[..., 1:2]
     gradient = _gradient(terms, terms.a, log_p, column, start, vocab_size)
     return _finish(terms, gradient, saved, temperature, logits.dtype)
 
@@ -298,7 +300,7 @@ def _at_ids(index, terms, logits, saved, temperature, start, vocab_size) -> tupl
     An id of another shard stands for the column it is clamped to, without a c of its own.
     """
     local, owned = local_ids(index, start, logits.shape[-1])
-    x = prepare(logits.gather(-1, local), temperature, start, vocab_size, column=local)
+    x = prepare(logits.gather(-1, local), start, vocab_size, column=local)
     slope, maximum, log_sum = terms.a, saved[..., :1], saved[..., 1:2]
     c = torch.where(owned, terms.c, 0)
     if terms.at_index is None:
@@ -310,7 +312,8 @@ def _at_ids(index, terms, logits, saved, temperature, start, vocab_size) -> tupl
         slope = torch.where(named, slope_named, slope)
         maximum = torch.where(named, norm[..., :1], maximum)
         log_sum = torch.where(named, norm[..., 1:], log_sum)
-    gradient = _gradient(terms, slope, (x - maximum) - log_sum, local, start, vocab_size)
+    log_p = scaled(x - maximum, temperature) - log_sum
+    gradient = _gradient(terms, slope, log_p, local, start, vocab_size)
     values = _finish(terms, gradient + c, saved, temperature, logits.dtype)
     return local.to(torch.int32), values
 

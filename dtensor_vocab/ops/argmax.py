@@ -42,7 +42,7 @@ def _new_stats(logits, vocab_start) -> Tensor:
 
 @kernel
 def _shard_stats(logits, start, columns, vocab, shard_size, vocab_size):
-    x = prepare(*flat(logits), None, start, vocab_size if vocab_size < vocab else None)
+    x = prepare(*flat(logits), start, vocab_size if vocab_size < vocab else None)
     maximum = x.amax(-1, keepdim=True)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     found = (x == maximum) | (x != x)  # which vectorizes, unlike isnan

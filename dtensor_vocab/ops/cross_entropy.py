@@ -24,7 +24,7 @@ from dtensor_vocab.inputs import (
 )
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, counted
+from dtensor_vocab.rows import check, counted, scaled
 from dtensor_vocab.softmax import (
     Coefficients,
     SoftmaxGradient,
@@ -36,43 +36,46 @@ from dtensor_vocab.softmax import (
 __all__ = ["cross_entropy"]
 
 
-@operator("gathered, rows -> rows, rows")
+@operator("gathered, rows, rows -> rows, rows")
 def cross_entropy_merge(
     stats: Tensor,
     target: Tensor,
+    temperature: Tensor | None,
     vocab_size: int,
     ignore_index: int | None,
     label_smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """``stats [shards, *, S]`` to the losses ``[*]`` and (M, log S) ``[*, 2]``."""
+    """``stats [shards, *, S]`` to the losses ``[*]`` and (M, log S, lse) ``[*, 3]``."""
+    rows = Rows(stats[0])
     loss, saved, faults = _merge(
         stats_per_row(stats),
-        Rows(stats[0])(target),
+        rows(target),
+        rows(temperature),
         ignore_index,
         label_smoothing or None,
         z_loss or None,
     )
     check("cross_entropy", faults, vocab_size, ignore_index)
-    return loss.view(target.shape), saved.view(*target.shape, 2)
+    return loss.view(target.shape), saved.view(*target.shape, 3)
 
 
 @cross_entropy_merge.register_fake
 def _(stats, target, *_):
-    return stats.new_empty(target.shape), stats.new_empty((*target.shape, 2))
+    return stats.new_empty(target.shape), stats.new_empty((*target.shape, 3))
 
 
 @merge_kernel
-def _merge(stats, target, ignore_index, label_smoothing, z_loss):
-    softmax = merge_softmax(stats, summed=label_smoothing is not None)
-    log_p = (softmax.picked.squeeze(-1) - softmax.maximum) - softmax.log_sum
-    loss = -log_p
+def _merge(stats, target, temperature, ignore_index, label_smoothing, z_loss):
+    softmax = merge_softmax(stats, temperature, summed=label_smoothing is not None)
+    lse = scaled(softmax.maximum.unsqueeze(-1), temperature).squeeze(-1) + softmax.log_sum
+    loss = -softmax.log_p.squeeze(-1)
     if label_smoothing is not None:
         loss = (1 - label_smoothing) * loss - label_smoothing * softmax.mean_log_p
     if z_loss is not None:
-        loss = loss + z_loss * (softmax.maximum + softmax.log_sum).square()
+        loss = loss + z_loss * lse.square()
     loss = torch.where(counted(target.squeeze(-1), ignore_index), loss, 0)
-    return loss, torch.stack([softmax.maximum, softmax.log_sum], -1), softmax.fault
+    return loss, torch.stack([softmax.maximum, softmax.log_sum, lse], -1), softmax.fault
 
 
 @operator("rows, rows, logits, rows, rows, start -> logits")
@@ -147,8 +150,7 @@ def _gradient(
 ) -> Coefficients:
     grad = a = torch.where(counted(target, ignore_index), grad, 0)
     if z_loss is not None:
-        lse = saved[..., :1] + saved[..., 1:]
-        a = torch.where(grad == 0, 0, grad * (1 + 2 * z_loss * lse))
+        a = torch.where(grad == 0, 0, grad * (1 + 2 * z_loss * saved[..., 2:3]))
     if label_smoothing is None:
         return Coefficients(a=a, c=-grad)
     return Coefficients(a=a, c=(label_smoothing - 1) * grad, u=-grad * label_smoothing / vocab_size)
@@ -181,7 +183,8 @@ class _CrossEntropy(PerToken):
             False,
             label_smoothing > 0,
         )
-        return cross_entropy_merge(stats, target, vocab_size, ignore_index, label_smoothing, z_loss)
+        options = vocab_size, ignore_index, label_smoothing, z_loss
+        return cross_entropy_merge(stats, target, temperature, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
 from dtensor_vocab.inputs import check_inplace_backward, check_logits, check_temperature
-from dtensor_vocab.kernel import merge_kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import check
 from dtensor_vocab.softmax import (
@@ -24,24 +24,24 @@ from dtensor_vocab.softmax import (
 __all__ = ["entropy"]
 
 
-@operator("gathered -> rows, rows")
-def entropy_merge(stats: Tensor) -> tuple[Tensor, Tensor]:
+@operator("gathered, rows -> rows, rows")
+def entropy_merge(stats: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to H ``[*]`` and (M, log S, H) ``[*, 3]``."""
-    value, saved, faults = _merge(stats_per_row(stats))
+    value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
     check("entropy", faults)
     rows = stats.shape[1:-1]
     return value.view(rows), saved.view(*rows, 3)
 
 
 @entropy_merge.register_fake
-def _(stats):
+def _(stats, temperature):
     rows = stats.shape[1:-1]
     return stats.new_empty(rows), stats.new_empty((*rows, 3))
 
 
 @merge_kernel
-def _merge(stats):
-    softmax = merge_softmax(stats, weighted=True)
+def _merge(stats, temperature):
+    softmax = merge_softmax(stats, temperature, weighted=True)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
     return softmax.entropy, saved, softmax.fault
 
@@ -107,7 +107,7 @@ class _Entropy(PerToken):
             True,
             False,
         )
-        return entropy_merge(stats)
+        return entropy_merge(stats, temperature)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):

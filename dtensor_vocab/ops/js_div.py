@@ -18,29 +18,37 @@ from dtensor_vocab.inputs import check_float, check_logits, check_teacher, check
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
-from dtensor_vocab.rows import check, fault, math_dtype, merge_norm, prepare, sum_columns
+from dtensor_vocab.rows import (
+    check,
+    fault,
+    math_dtype,
+    merge_norm,
+    prepare,
+    scaled,
+    sum_columns,
+)
 from dtensor_vocab.softmax import empty_grad
 
 __all__ = ["js_div"]
 
 
-@operator("gathered -> rows")
-def js_div_normalize(stats: Tensor) -> Tensor:
+@operator("gathered, rows -> rows")
+def js_div_normalize(stats: Tensor, temperature: Tensor | None) -> Tensor:
     """``stats [shards, *, 6]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
-    norms, faults = _normalize(stats_per_row(stats))
+    norms, faults = _normalize(stats_per_row(stats), Rows(stats[0])(temperature))
     check("js_div", faults)
     return norms.view(*stats.shape[1:-1], 4)
 
 
 @js_div_normalize.register_fake
-def _(stats):
+def _(stats, temperature):
     return stats.new_empty((*stats.shape[1:-1], 4))
 
 
 @merge_kernel
-def _normalize(stats):
+def _normalize(stats, temperature):
     m_s, s_s, sound, m_t, s_t, _ = stats.unbind(-1)
-    norms = *merge_norm(m_s, s_s)[:2], *merge_norm(m_t, s_t)[:2]
+    norms = *merge_norm(m_s, s_s, temperature)[:2], *merge_norm(m_t, s_t, temperature)[:2]
     return torch.stack(norms, -1), fault(sound)
 
 
@@ -85,8 +93,9 @@ def _ratios(student, teacher, norms, temperature, start, vocab_size, beta):
     """
     maximum_s, log_sum_s, maximum_t, log_sum_t = norms[..., :4].split(1, dim=-1)
     dtype = math_dtype(student, teacher)
-    x_s, x_t = (prepare(x, temperature, start, vocab_size, dtype) for x in flat(student, teacher))
-    log_s, log_t = (x_s - maximum_s) - log_sum_s, (x_t - maximum_t) - log_sum_t
+    x_s, x_t = (prepare(x, start, vocab_size, dtype) for x in flat(student, teacher))
+    log_s = scaled(x_s - maximum_s, temperature) - log_sum_s
+    log_t = scaled(x_t - maximum_t, temperature) - log_sum_t
     p_s, p_t = log_s.exp(), log_t.exp()
     gap = log_s - log_t
     beta = beta.to(dtype)
@@ -199,7 +208,7 @@ class _JSDiv(PerToken):
         stats = kl_div_stats(
             student, teacher, temperature, vocab_start, vocab, shard_size, vocab_size
         )
-        norms = js_div_normalize(stats)
+        norms = js_div_normalize(stats, temperature)
         padding = vocab_size if vocab_size < vocab else None
         terms = js_div_stats(student, teacher, norms, temperature, vocab_start, padding, beta)
         return js_div_merge(terms, norms, beta)

@@ -28,6 +28,7 @@ from dtensor_vocab.rows import (
     merge_norm,
     prepare,
     rebase,
+    scaled,
     sum_columns,
 )
 from dtensor_vocab.softmax import empty_grad
@@ -78,9 +79,10 @@ def _new_stats(a, b, vocab_start) -> Tensor:
 def _shard_stats(a, b, temperature, start, columns, vocab, shard_size, vocab_size):
     padding = vocab_size if vocab_size < vocab else None
     dtype = math_dtype(a, b)
-    a, b = (prepare(x, temperature, start, padding, dtype) for x in flat(a, b))
+    a, b = (prepare(x, start, padding, dtype) for x in flat(a, b))
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
-    a, b = rebase(a, maximum_a.unsqueeze(-1)), rebase(b, maximum_b.unsqueeze(-1))
+    a = rebase(a, maximum_a.unsqueeze(-1), temperature)
+    b = rebase(b, maximum_b.unsqueeze(-1), temperature)
     mass = a.exp()
     cross = torch.where(b == -torch.inf, torch.inf, mass * (a - b))
     cross = sum_columns(torch.where(a == -torch.inf, 0, cross))
@@ -88,26 +90,26 @@ def _shard_stats(a, b, temperature, start, columns, vocab, shard_size, vocab_siz
     return torch.stack([maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1), cross], -1)
 
 
-@operator("gathered -> rows, rows")
-def kl_div_merge(stats: Tensor, function: str) -> tuple[Tensor, Tensor]:
+@operator("gathered, rows -> rows, rows")
+def kl_div_merge(stats: Tensor, temperature: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
-    value, saved, faults = _merge(stats_per_row(stats))
+    value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
     check(function, faults)
     rows = stats.shape[1:-1]
     return value.view(rows), saved.view(*rows, 5)
 
 
 @kl_div_merge.register_fake
-def _(stats, function):
+def _(stats, *_):
     rows = stats.shape[1:-1]
     return stats.new_empty(rows), stats.new_empty((*rows, 5))
 
 
 @merge_kernel
-def _merge(stats):
+def _merge(stats, temperature):
     m_a, s_a, sound, m_b, s_b, c = stats.unbind(-1)
-    maximum_a, log_sum_a, shift_a = merge_norm(m_a, s_a)
-    maximum_b, log_sum_b, shift_b = merge_norm(m_b, s_b)
+    maximum_a, log_sum_a, shift_a = merge_norm(m_a, s_a, temperature)
+    maximum_b, log_sum_b, shift_b = merge_norm(m_b, s_b, temperature)
     scale = shift_a.exp()
     # "is infinite" does not pass through a product: the weight of the shard may be 0
     cross = torch.where(c == torch.inf, c, scale * (c + s_a * (shift_a - shift_b)))
@@ -180,8 +182,9 @@ def _grads(a, b, grad, saved, temperature, start, vocab_size) -> tuple[Tensor, T
     live = (grad != 0) & (value != torch.inf)
     live = live & (maximum_a != -torch.inf) & (maximum_b != -torch.inf)
     dtype = math_dtype(a, b)
-    x_a, x_b = (prepare(x, temperature, start, vocab_size, dtype) for x in flat(a, b))
-    log_p_a, log_p_b = (x_a - maximum_a) - log_sum_a, (x_b - maximum_b) - log_sum_b
+    x_a, x_b = (prepare(x, start, vocab_size, dtype) for x in flat(a, b))
+    log_p_a = scaled(x_a - maximum_a, temperature) - log_sum_a
+    log_p_b = scaled(x_b - maximum_b, temperature) - log_sum_b
     p_a = log_p_a.exp()
     to_a = torch.where(log_p_a == -torch.inf, 0, grad * p_a * (log_p_a - log_p_b - value))
     to_b = grad * (log_p_b.exp() - p_a)
@@ -194,7 +197,7 @@ class KLDiv(PerToken):
     @staticmethod
     def forward(a, b, temperature, vocab_start, vocab, shard_size, vocab_size, function):
         stats = kl_div_stats(a, b, temperature, vocab_start, vocab, shard_size, vocab_size)
-        return kl_div_merge(stats, function)
+        return kl_div_merge(stats, temperature, function)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):

@@ -30,27 +30,33 @@ from dtensor_vocab.softmax import (
 __all__ = ["logprobs", "logprobs_backward"]
 
 
-@operator("gathered, rows -> rows, rows")
+@operator("gathered, rows, rows -> rows, rows")
 def logprobs_merge(
-    stats: Tensor, index: Tensor, vocab_size: int, ignore_index: int | None
+    stats: Tensor,
+    index: Tensor,
+    temperature: Tensor | None,
+    vocab_size: int,
+    ignore_index: int | None,
 ) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to log p, shaped as ``index``, and (M, log S) ``[*, 2]``."""
-    log_p, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(index), ignore_index)
+    rows = Rows(stats[0])
+    log_p, saved, faults = _merge(
+        stats_per_row(stats), rows(index), rows(temperature), ignore_index
+    )
     check("logprobs", faults, vocab_size, ignore_index)
     return log_p.view(index.shape), saved.view(*stats.shape[1:-1], 2)
 
 
 @logprobs_merge.register_fake
-def _(stats, index, vocab_size, ignore_index):
+def _(stats, index, *_):
     return stats.new_empty(index.shape), stats.new_empty((*stats.shape[1:-1], 2))
 
 
 @merge_kernel
-def _merge(stats, index, ignore_index):
-    softmax = merge_softmax(stats)
+def _merge(stats, index, temperature, ignore_index):
+    softmax = merge_softmax(stats, temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
-    log_p = (softmax.picked - saved[..., :1]) - saved[..., 1:]
-    return torch.where(counted(index, ignore_index), log_p, 0), saved, softmax.fault
+    return torch.where(counted(index, ignore_index), softmax.log_p, 0), saved, softmax.fault
 
 
 @operator("rows, rows, logits, rows, rows, start -> logits")
@@ -126,7 +132,7 @@ class _Logprobs(PerToken):
             False,
             False,
         )
-        return logprobs_merge(stats, index, vocab_size, ignore_index)
+        return logprobs_merge(stats, index, temperature, vocab_size, ignore_index)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):

@@ -28,13 +28,18 @@ from dtensor_vocab.softmax import (
 __all__ = ["logprobs_and_entropy"]
 
 
-@operator("gathered, rows -> rows, rows, rows")
+@operator("gathered, rows, rows -> rows, rows, rows")
 def logprobs_and_entropy_merge(
-    stats: Tensor, index: Tensor, vocab_size: int, ignore_index: int | None
+    stats: Tensor,
+    index: Tensor,
+    temperature: Tensor | None,
+    vocab_size: int,
+    ignore_index: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``stats [shards, *, S]`` to log p, shaped as ``index``, H and (M, log S, H) ``[*, 3]``."""
+    by_row = Rows(stats[0])
     log_p, entropy, saved, faults = _merge(
-        stats_per_row(stats), Rows(stats[0])(index), ignore_index
+        stats_per_row(stats), by_row(index), by_row(temperature), ignore_index
     )
     check("logprobs_and_entropy", faults, vocab_size, ignore_index)
     rows = stats.shape[1:-1]
@@ -42,17 +47,16 @@ def logprobs_and_entropy_merge(
 
 
 @logprobs_and_entropy_merge.register_fake
-def _(stats, index, vocab_size, ignore_index):
+def _(stats, index, *_):
     rows = stats.shape[1:-1]
     return stats.new_empty(index.shape), stats.new_empty(rows), stats.new_empty((*rows, 3))
 
 
 @merge_kernel
-def _merge(stats, index, ignore_index):
-    softmax = merge_softmax(stats, weighted=True)
+def _merge(stats, index, temperature, ignore_index):
+    softmax = merge_softmax(stats, temperature, weighted=True)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
-    log_p = (softmax.picked - saved[..., :1]) - saved[..., 1:2]
-    log_p = torch.where(counted(index, ignore_index), log_p, 0)
+    log_p = torch.where(counted(index, ignore_index), softmax.log_p, 0)
     return log_p, softmax.entropy, saved, softmax.fault
 
 
@@ -154,7 +158,7 @@ class _LogprobsAndEntropy(PerToken):
             True,
             False,
         )
-        return logprobs_and_entropy_merge(stats, index, vocab_size, ignore_index)
+        return logprobs_and_entropy_merge(stats, index, temperature, vocab_size, ignore_index)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):

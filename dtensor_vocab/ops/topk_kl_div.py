@@ -27,7 +27,16 @@ from dtensor_vocab.inputs import (
 )
 from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, coverage, local_ids, math_dtype, merge_norm, prepare, rebase
+from dtensor_vocab.rows import (
+    check,
+    coverage,
+    local_ids,
+    math_dtype,
+    merge_norm,
+    prepare,
+    rebase,
+    scaled,
+)
 from dtensor_vocab.softmax import (
     Coefficients,
     SoftmaxGradient,
@@ -85,31 +94,39 @@ def _shard_stats(x, ids, temperature, start, columns, vocab, shard_size, vocab_s
     (count,) = sum_equal(local, owned.to(math_dtype(x)))
     named = x.gather(-1, local)
     tail = x.scatter(-1, local, torch.where(count > 0, -torch.inf, named))
-    tail = prepare(tail, temperature, start, padding)
+    tail = prepare(tail, start, padding)
     m_tail = tail.amax(-1)
-    s_tail = rebase(tail, m_tail.unsqueeze(-1)).exp().sum(-1)
+    s_tail = rebase(tail, m_tail.unsqueeze(-1), temperature).exp().sum(-1)
 
-    named = prepare(named, temperature, start, padding, column=local)
+    named = prepare(named, start, padding, column=local)
     named = torch.where(owned, named, -torch.inf)
     maximum = torch.cat([m_tail.unsqueeze(-1), named], -1).amax(-1)
-    mass = rebase(named, maximum.unsqueeze(-1)).exp() / count.clamp_min(1)  # each token once
-    total = mass.sum(-1) + rebase(m_tail, maximum).exp() * s_tail
+    top = maximum.unsqueeze(-1)
+    mass = rebase(named, top, temperature).exp() / count.clamp_min(1)  # each token once
+    weight = rebase(m_tail.unsqueeze(-1), top, temperature).exp().squeeze(-1)
+    total = mass.sum(-1) + weight * s_tail
     sound = coverage(named, start, columns, vocab, shard_size, ids, vocab_size, None)
     stats = torch.stack([m_tail, s_tail, maximum, total, sound], -1)
     return torch.cat([stats, torch.where(owned, named, 0)], -1)
 
 
-@operator("gathered, rows -> rows, rows")
+@operator("gathered, rows, rows -> rows, rows")
 def topk_kl_div_merge(
-    stats: Tensor, teacher_logprobs: Tensor, vocab_size: int, reverse: bool, tail: bool
+    stats: Tensor,
+    teacher_logprobs: Tensor,
+    temperature: Tensor | None,
+    vocab_size: int,
+    reverse: bool,
+    tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to the divergence ``[*]`` and what gradients need, ``[*, 6 + 2 K]``.
 
     That is (M, log S) of the tail and of the vocabulary, the coefficient a for either, c_k, and
     the slopes in log q_k.
     """
-    log_q = Rows(stats[0])(teacher_logprobs)
-    value, saved, faults = _merge(stats_per_row(stats), log_q, reverse, tail)
+    by_row = Rows(stats[0])
+    values = by_row(teacher_logprobs), by_row(temperature)
+    value, saved, faults = _merge(stats_per_row(stats), *values, reverse, tail)
     check("topk_kl_div", faults, vocab_size)
     rows = stats.shape[1:-1]
     return value.view(rows), saved.view(*rows, saved.shape[-1])
@@ -122,10 +139,9 @@ def _(stats, teacher_logprobs, *_):
 
 
 @merge_kernel
-def _merge(stats, log_q, reverse, tail):
-    softmax = merge_softmax(stats[..., 2:] if tail else stats)
-    norm = torch.stack([softmax.maximum, softmax.log_sum], -1)
-    log_p = (softmax.picked - norm[..., :1]) - norm[..., 1:]
+def _merge(stats, log_q, temperature, reverse, tail):
+    softmax = merge_softmax(stats[..., 2:] if tail else stats, temperature)
+    norm, log_p = torch.stack([softmax.maximum, softmax.log_sum], -1), softmax.log_p
     rounding = torch.finfo(log_q.dtype).eps
     log_q = log_q.to(log_p.dtype)
 
@@ -133,11 +149,11 @@ def _merge(stats, log_q, reverse, tail):
     value, d = value.sum(-1, keepdim=True), torch.zeros_like(norm[..., :1])
     norm_tail, mass = norm, d
     if tail:
-        maximum, log_sum, _ = merge_norm(stats[..., 0], stats[..., 1])
+        maximum, log_sum, _ = merge_norm(stats[..., 0], stats[..., 1], temperature)
         maximum, log_sum = maximum.unsqueeze(-1), log_sum.unsqueeze(-1)
         empty = maximum == -torch.inf
         norm_tail = torch.where(empty, 0, torch.cat([maximum, log_sum], -1))
-        log_rest_p = (maximum - norm[..., :1]) + (log_sum - norm[..., 1:])
+        log_rest_p = scaled(maximum - norm[..., :1], temperature) + (log_sum - norm[..., 1:])
         # the log q_k say no more of 1 - Q than their rounding lets them
         rest_q = -torch.expm1(log_q.double().logsumexp(-1, keepdim=True)).to(log_p.dtype)
         log_rest_q = rest_q.clamp_min(rounding / 16).log()
@@ -210,7 +226,8 @@ class _TopkKLDiv(PerToken):
     ):
         args = student, ids, temperature, vocab_start, vocab, shard_size, vocab_size
         stats = topk_kl_div_stats(*args) if tail else softmax_stats(*args, None, False, False)
-        return topk_kl_div_merge(stats, teacher_logprobs, vocab_size, reverse, tail)
+        options = vocab_size, reverse, tail
+        return topk_kl_div_merge(stats, teacher_logprobs, temperature, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):

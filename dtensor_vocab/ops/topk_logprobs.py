@@ -14,7 +14,7 @@ from dtensor_vocab.inputs import check_k, check_logits, check_temperature
 from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.logprobs import logprobs_backward
-from dtensor_vocab.rows import check
+from dtensor_vocab.rows import check, scaled
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 
 __all__ = ["topk_logprobs"]
@@ -153,13 +153,12 @@ def _(stats, temperature, k):
 
 @merge_kernel
 def _merge(stats, temperature, k):
-    softmax = merge_softmax(stats[..., :3])
+    softmax = merge_softmax(stats[..., :3], temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
     values, ids = _ordered(stats[..., 3 : 3 + k].flatten(-2), stats[..., 3 + k :].flatten(-2))
     values, ids = values[..., :k], ids[..., :k].to(torch.int64)
-    if temperature is not None:
-        values = values / temperature.to(values.dtype)
-    return (values - saved[..., :1]) - saved[..., 1:], ids, saved, softmax.fault
+    log_p = scaled(values - saved[..., :1], temperature) - saved[..., 1:]
+    return log_p, ids, saved, softmax.fault
 
 
 class _TopkLogprobs(PerToken):
