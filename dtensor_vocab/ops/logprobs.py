@@ -169,7 +169,8 @@ def logprobs(
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, Tensor or DTensor. A plain tensor beside
-            DTensor logits is the same global tensor on every rank. Ids may repeat.
+            DTensor logits is the same global tensor on every rank; a DTensor placed otherwise than
+            below is redistributed. Ids may repeat.
         ignore_index: ids equal to it give 0 and no gradient; None ignores nothing.
         temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
             ``index``. The softmax is of logits / temperature, gradients are for the logits.
