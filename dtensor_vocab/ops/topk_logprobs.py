@@ -193,8 +193,8 @@ def topk_logprobs(
     """Log-probabilities and ids of the ``k`` likeliest tokens of each row.
 
     Same as ``torch.log_softmax(logits.float(), -1).sort(dim=-1, descending=True, stable=True)``,
-    cut to k: normalised over the whole vocabulary, ties to the lower id. Which tokens these are does
-    not depend on the number of ranks. Gradient as that of :func:`logprobs` at the ids.
+    cut to k: normalised over the whole vocabulary, ties to the lower id. Which tokens these are
+    does not depend on the number of ranks. Gradient as that of :func:`logprobs` at the ids.
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
