@@ -26,8 +26,12 @@ def test_step(op: Op, backend: str, eager_kernels: None) -> None:
 
 
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
-def test_step_with_inductor(op: Op) -> None:
-    """Of the step and of the kernels in it."""
+def test_step_with_inductor(op: Op, eager_kernels: None) -> None:
+    check_step(op, "inductor", None)
+
+
+@pytest.mark.parametrize("op", named("logprobs", "kl_div")[1:3], ids=str)
+def test_step_with_inductor_for_kernels_too(op: Op) -> None:
     check_step(op, "inductor", None)
 
 

@@ -28,19 +28,13 @@ from tests.ops import (
 from tests.oracle import assert_bytes_equal, assert_values
 from tests.ranks import on_mesh, parts
 
+eager = pytest.mark.usefixtures("eager_kernels")
+
 INF, NAN = math.inf, math.nan
 
 WHOLE_OR_SHARDED = pytest.mark.parametrize(
     "layout", [None, tp(2), tp(4)], ids=["plain", "2 ranks", "4 ranks"]
 )
-
-
-@pytest.fixture(autouse=True)
-def _eager_where_sharded(request: pytest.FixtureRequest) -> None:
-    """Compiled kernels are the same for a shard as for the whole, but for the merge."""
-    callspec = getattr(request.node, "callspec", None)
-    if callspec is not None and callspec.params.get("layout") is not None:
-        request.getfixturevalue("eager_kernels")
 
 
 ROWS = {
@@ -83,6 +77,7 @@ def special(op: Op) -> Inputs:
     }
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_special_rows(op: Op, layout: Layout | None) -> None:
@@ -90,6 +85,13 @@ def test_special_rows(op: Op, layout: Layout | None) -> None:
     check(op, inputs, layout, quarter(op, inputs))
 
 
+@pytest.mark.parametrize("op", {op.name: op for op in OPS}.values(), ids=str)
+def test_special_rows_with_compiled_kernels(op: Op) -> None:
+    inputs = special(op)
+    check(op, inputs, None, quarter(op, inputs))
+
+
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_every_id_of_special_rows(op: Op, layout: Layout | None) -> None:
@@ -103,6 +105,7 @@ def test_every_id_of_special_rows(op: Op, layout: Layout | None) -> None:
     check(op, {**inputs, op.ids_name: ids.contiguous()}, layout)
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_no_gradient_means_zero_whatever_the_row_holds(op: Op, layout: Layout | None) -> None:
@@ -113,6 +116,7 @@ def test_no_gradient_means_zero_whatever_the_row_holds(op: Op, layout: Layout | 
         assert all((local == 0).all() for local in parts(grad).values())
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_ignored_ids_are_zero_whatever_comes(op: Op, layout: Layout | None) -> None:
@@ -128,6 +132,7 @@ def test_ignored_ids_are_zero_whatever_comes(op: Op, layout: Layout | None) -> N
         assert all((local == 0).all() for local in parts(grad).values())
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("mask", ["in place", "where"])
 @pytest.mark.parametrize("op", OPS, ids=str)
@@ -150,9 +155,10 @@ def test_sound_row_is_as_alone_with_compiled_kernels(op: Op, layout: Layout | No
     check_row_alone(op, layout)
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", ROW_BY_ROW, ids=str)
-def test_sound_row_is_as_alone(op: Op, layout: Layout | None, eager_kernels: None) -> None:
+def test_sound_row_is_as_alone(op: Op, layout: Layout | None) -> None:
     check_row_alone(op, layout)
 
 
@@ -174,6 +180,7 @@ def check_row_alone(op: Op, layout: Layout | None) -> None:
             assert_bytes_equal(local, parts(other)[rank][:1])
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "by row"])
 @pytest.mark.parametrize("offset", [1e4, -1e4])
@@ -206,9 +213,10 @@ def quarter(op: Op, inputs: Inputs) -> list[Tensor | None]:
 # ------------------------------------------------------------------ empty and masked shards
 
 
+@eager
 @pytest.mark.parametrize("vocab, ranks", [(5, 4), (2, 4), (10, 8)])
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_empty_shards(op: Op, vocab: int, ranks: int, eager_kernels: None) -> None:
+def test_empty_shards(op: Op, vocab: int, ranks: int) -> None:
     op = op.within(vocab)
     observed = check(op, draw(op, (4,), vocab), tp(ranks))
     for name in op.logits:
@@ -219,6 +227,7 @@ def test_empty_shards(op: Op, vocab: int, ranks: int, eager_kernels: None) -> No
 # ------------------------------------------------------------------ entropy and divergences
 
 
+@eager
 def test_entropy_of_masked_rows() -> None:
     logits = torch.tensor([[0, math.log(3), -INF, -INF]])
     observed = check(named("entropy")[0], {"logits": logits}, tp(2), [torch.ones(1)])
@@ -228,6 +237,7 @@ def test_entropy_of_masked_rows() -> None:
     torch.testing.assert_close(gradient, torch.tensor([[0.2059898, -0.2059898, 0, 0]]))
 
 
+@eager
 def test_entropy_of_far_apart_halves() -> None:
     logits = torch.tensor([60000, -60000, 0, 0], dtype=torch.float16, requires_grad=True)
     value = dv.entropy(logits)
@@ -236,6 +246,7 @@ def test_entropy_of_far_apart_halves() -> None:
     assert logits.grad.equal(torch.zeros_like(logits))
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", PAIRS, ids=str)
@@ -245,6 +256,7 @@ def test_divergence_of_underflowing_mass(op: Op, dtype: torch.dtype, layout: Lay
     check(op, {"student": student, "teacher": teacher}, layout, [torch.full((2,), 0.25)])
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", PAIRS, ids=str)
@@ -258,6 +270,7 @@ def test_divergence_from_itself_is_nothing(
         assert all((local == 0).all() for local in parts(tensor).values())
 
 
+@eager
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", PAIRS, ids=str)
 def test_divergence_is_never_negative(op: Op, layout: Layout | None) -> None:
@@ -279,23 +292,24 @@ def observe_in(op: Op, inputs: Inputs, layout: Layout | None) -> Observed:
 # ------------------------------------------------------------------ precision of the results
 
 
+@eager
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_bfloat16(op: Op) -> None:
     check(op, draw(op, (64,), 24, torch.bfloat16))
 
 
+@eager
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_other_dtypes(op: Op, dtype: torch.dtype, eager_kernels: None) -> None:
+def test_other_dtypes(op: Op, dtype: torch.dtype) -> None:
     check(op, draw(op, (64,), 24, dtype))
     check(op, draw(op, (64,), 24, dtype), tp(2))
 
 
+@eager
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float64", "float32")], ids="-".join)
 @pytest.mark.parametrize("op", PAIRS, ids=str)
-def test_student_and_teacher_of_two_dtypes(
-    op: Op, dtypes: tuple[str, str], eager_kernels: None
-) -> None:
+def test_student_and_teacher_of_two_dtypes(op: Op, dtypes: tuple[str, str]) -> None:
     """Each gradient in its own dtype, the math in the wider one's."""
     inputs = draw(op)
     for name, dtype in zip(op.logits, dtypes, strict=True):

@@ -38,6 +38,7 @@ def soak(layout: Layout | None) -> None:
         if step == WARM_UP:
             before = resident()
         rows, k = (int(torch.randint(most, (), generator=generator)) for most in (8, 6))
+        rows += 3 * (rows > 0)  # one row alone would have kernels of its own
         op = (entropy, kl_div)[step % 2] if step % 10 > 7 else logprobs
         if op is logprobs and k > 1:
             op = replace(op, ids=(k,))
