@@ -10,7 +10,7 @@ from bench.ops import COMPILED, GATHER, LOSS_PARALLEL, NAIVE, OPS, OURS, Op
 
 __all__ = ["Case", "Group", "Run", "groups", "quick_groups"]
 
-GROWN = ("logprobs", "entropy")
+GROWN = ("logprobs",)
 """Ops that are measured at four times the rows and at four times the vocabulary as well."""
 GROWN_UP_TO = 1 << 28
 """Logits beyond which four times as many, and all that naive code makes of them, need not fit."""

@@ -22,7 +22,7 @@ from bench.worker import serve, serve_machine
 
 __all__ = ["BenchError", "Result", "copy_bandwidth", "measure"]
 
-ENOUGH = 1.2
+ENOUGH = 0.8
 """A run that was timed three times is timed no more after this long (s)."""
 PATIENCE = 300
 """How long an answer is waited for (s): getting ready includes compilation."""
