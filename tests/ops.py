@@ -268,7 +268,8 @@ def observe(
     with Collectives() as forward:
         outputs = op(*placed.values(), **options)
     assert all(isinstance(out, DTensor) == (mesh is not None) for out in outputs)
-    outputs = _edited(outputs, edit)
+    if edit is not None:  # what is a view, autograd does not know where collectives are counted
+        outputs = _edited(op(*placed.values(), **options), edit)
     grads = [
         grad if grad is None else grad.to(out.dtype)
         for grad, out in zip(grads, outputs, strict=True)
