@@ -153,7 +153,8 @@ def _gradient(
         a = torch.where(grad == 0, 0, grad * (1 + 2 * z_loss * saved[..., 2:3]))
     if label_smoothing is None:
         return Coefficients(a=a, c=-grad)
-    return Coefficients(a=a, c=(label_smoothing - 1) * grad, u=-grad * label_smoothing / vocab_size)
+    smoothed = grad * label_smoothing
+    return Coefficients(a=a, c=smoothed - grad, u=-smoothed / vocab_size)
 
 
 class _CrossEntropy(PerToken):
