@@ -199,7 +199,7 @@ def test_common_offset_costs_nothing(
     observed = check(op, moved, layout, **options)
     for out, value in zip(observed.outputs, expected.outputs, strict=True):
         for local in parts(out).values():
-            assert_values(local.detach(), value, tolerance=2e-6)
+            assert_values(local.detach(), value, tolerance=1e-6)
 
 
 def quarter(op: Op, inputs: Inputs) -> list[Tensor | None]:

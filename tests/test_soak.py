@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import Shard
 
+from bench import peak
 from tests.ops import Layout, check, draw, named
 
 STEPS, WARM_UP = 300, 100
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 def resident() -> int:
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return peak._status("VmRSS")
 
 
 @pytest.mark.ranks(4)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dtensor_vocab as dv
+from bench import full_vocab
 from tests.ranks import on_mesh
 
 STEPS, VOCAB = 8, 101
@@ -24,21 +24,6 @@ pytestmark = [
     ),
     pytest.mark.usefixtures("eager_kernels"),
 ]
-
-
-class FullVocab:
-    """The same losses in plain PyTorch."""
-
-    @staticmethod
-    def logprobs_and_entropy(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = F.log_softmax(logits, -1)
-        picked = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        return picked, -(log_p.exp() * log_p).sum(-1)
-
-    @staticmethod
-    def kl_div(student: Tensor, teacher: Tensor, reverse: bool) -> Tensor:
-        log_s, log_t = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
-        return (log_s.exp() * (log_s - log_t)).sum(-1)
 
 
 def llama(seed: int) -> nn.Module:
@@ -75,7 +60,7 @@ def train(student: nn.Module, teacher: nn.Module, ops: Any) -> list[float]:
 
 def test_llama_trains_as_on_one_process() -> None:
     expected = llama(0)
-    expected_losses = train(expected, llama(1), FullVocab)
+    expected_losses = train(expected, llama(1), full_vocab)
     assert expected_losses[-1] < expected_losses[0] - 0.2
     with on_mesh((2,)) as mesh:
         style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
