@@ -67,10 +67,15 @@ def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[...
 
 
 class Rows:
-    """The arguments of a kernel by row: logits ``[*, V]`` as ``[rows, V]``, if that is a view."""
+    """The arguments of a kernel by row: logits ``[*, V]`` as ``[rows, V]``, if that is a view.
+
+    An empty shard reads as one column without mass.
+    """
 
     def __init__(self, *logits: Tensor) -> None:
         self.ndim, self.count = logits[0].dim(), math.prod(logits[0].shape[:-1])
+        if logits[0].shape[-1] == 0:
+            logits = tuple(x.new_full((*x.shape[:-1], 1), -torch.inf) for x in logits)
         try:
             self.logits = tuple(x if self.ndim == 2 else x.view(-1, x.shape[-1]) for x in logits)
         except RuntimeError:  # e.g. [B, S + 1, V][:, :-1], which is flat inside of kernels alone

@@ -65,10 +65,10 @@ def rebase(x: Tensor, maximum: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def merge_norm(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """M and log S of ``m, s [rows, shards]``, and (m - M) / T: -inf for a shard without mass."""
+    """M and S of ``m, s [rows, shards]``, and (m - M) / T: -inf for a shard without mass."""
     maximum = m.amax(-1)
     shift = rebase(m, maximum.unsqueeze(-1), temperature)
-    return maximum, (shift.exp() * s).sum(-1).log(), shift
+    return maximum, (shift.exp() * s).sum(-1), shift
 
 
 def sum_columns(terms: Tensor) -> Tensor:

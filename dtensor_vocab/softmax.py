@@ -77,18 +77,15 @@ def softmax_stats(
     ``[*, K]``, holds ids of the whole vocabulary.
     """
     stats = _new_stats(logits, index, vocab_start, weighted, summed)
-    columns = logits.shape[-1]
-    if columns == 0:  # an empty shard reads as one column without mass
-        logits = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
-    if logits.numel() == 0:
-        return stats
     rows = Rows(logits)
+    if rows.count == 0:
+        return stats
     shard = _shard_stats(
         *rows.logits,
         rows(index),
         rows(temperature),
         vocab_start[0],
-        columns,
+        logits.shape[-1],
         vocab,
         shard_size,
         vocab_size,
@@ -166,12 +163,11 @@ def merge_softmax(
 ) -> Softmax:
     """Merges the shards' ``stats [rows, shards, S]``; for use inside a kernel."""
     m, s = stats[..., 0], stats[..., 1]
-    maximum, log_sum, shift = merge_norm(m, s, temperature)
-    entropy = mean_log_p = None
+    maximum, total, shift = merge_norm(m, s, temperature)
+    log_sum, entropy, mean_log_p = total.log(), None, None
     if weighted:
-        scale = shift.exp()
-        w = torch.where(m == -torch.inf, 0, scale * (stats[..., 3] + s * shift)).sum(-1)
-        entropy = (log_sum - w / (scale * s).sum(-1)).clamp_min(0)
+        w = torch.where(m == -torch.inf, 0, shift.exp() * (stats[..., 3] + s * shift)).sum(-1)
+        entropy = (log_sum - w / total).clamp_min(0)
     if summed:
         t, n = stats[..., 3 + weighted], stats[..., 4 + weighted]
         mean_log_p = torch.where(n > 0, t + n * shift, 0).sum(-1) / n.sum(-1) - log_sum
@@ -254,8 +250,8 @@ class SoftmaxGradient:
             yield self._at_ids(*block)
 
 
-BLOCK_IDS = 1 << 13
-"""How many ids are worked on at once: a dozen tensors of 64 KiB."""
+BLOCK_IDS = 1 << 12
+"""How many ids are worked on at once: a dozen tensors of 32 KiB."""
 
 
 def _k(index: Tensor | None) -> int:

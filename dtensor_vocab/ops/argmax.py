@@ -19,14 +19,11 @@ def argmax_stats(
 ) -> Tensor:
     """A shard's largest logit, its id, and coverage: ``[1, *, 3]``."""
     stats = _new_stats(logits, vocab_start)
-    columns = logits.shape[-1]
-    if columns == 0:  # an empty shard reads as one column without mass
-        logits = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
-    if logits.numel() == 0:
+    rows = Rows(logits)
+    if rows.count == 0:
         return stats
-    shard = _shard_stats(
-        *Rows(logits).logits, vocab_start[0], columns, vocab, shard_size, vocab_size
-    )
+    sizes = logits.shape[-1], vocab, shard_size, vocab_size
+    shard = _shard_stats(*rows.logits, vocab_start[0], *sizes)
     return shard.view(stats.shape)
 
 

@@ -48,8 +48,10 @@ def _(stats, temperature):
 @merge_kernel
 def _normalize(stats, temperature):
     m_s, s_s, sound, m_t, s_t, _ = stats.unbind(-1)
-    norms = *merge_norm(m_s, s_s, temperature)[:2], *merge_norm(m_t, s_t, temperature)[:2]
-    return torch.stack(norms, -1), fault(sound)
+    maximum_s, total_s, _ = merge_norm(m_s, s_s, temperature)
+    maximum_t, total_t, _ = merge_norm(m_t, s_t, temperature)
+    norms = torch.stack([maximum_s, total_s.log(), maximum_t, total_t.log()], -1)
+    return norms, fault(sound)
 
 
 @operator("logits, logits, rows, rows, start -> stats")

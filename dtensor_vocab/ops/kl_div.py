@@ -48,17 +48,14 @@ def kl_div_stats(
 ) -> Tensor:
     """Statistics ``[1, *, 6]`` of shards ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, c."""
     stats = _new_stats(a, b, vocab_start)
-    columns = a.shape[-1]
-    if columns == 0:  # an empty shard reads as one column without mass
-        a, b = (x.new_full((*x.shape[:-1], 1), -torch.inf) for x in (a, b))
-    if a.numel() == 0:
-        return stats
     rows = Rows(a, b)
+    if rows.count == 0:
+        return stats
     shard = _shard_stats(
         *rows.logits,
         rows(temperature),
         vocab_start[0],
-        columns,
+        a.shape[-1],
         vocab,
         shard_size,
         vocab_size,
@@ -108,13 +105,13 @@ def _(stats, *_):
 @merge_kernel
 def _merge(stats, temperature):
     m_a, s_a, sound, m_b, s_b, c = stats.unbind(-1)
-    maximum_a, log_sum_a, shift_a = merge_norm(m_a, s_a, temperature)
-    maximum_b, log_sum_b, shift_b = merge_norm(m_b, s_b, temperature)
-    scale = shift_a.exp()
+    maximum_a, total_a, shift_a = merge_norm(m_a, s_a, temperature)
+    maximum_b, total_b, shift_b = merge_norm(m_b, s_b, temperature)
+    log_sum_a, log_sum_b = total_a.log(), total_b.log()
     # "is infinite" does not pass through a product: the weight of the shard may be 0
-    cross = torch.where(c == torch.inf, c, scale * (c + s_a * (shift_a - shift_b)))
+    cross = torch.where(c == torch.inf, c, shift_a.exp() * (c + s_a * (shift_a - shift_b)))
     cross = torch.where(m_a == -torch.inf, 0, cross).sum(-1)
-    value = (cross / (scale * s_a).sum(-1) - log_sum_a + log_sum_b).clamp_min(0)
+    value = (cross / total_a - log_sum_a + log_sum_b).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
     return value, saved, fault(sound)
 

@@ -61,15 +61,12 @@ def topk_kl_div_stats(
 ) -> Tensor:
     """m and s over a shard's tail, then as of ``softmax_stats``: ``[1, *, 5 + K]``."""
     stats = _new_stats(student, ids, vocab_start)
-    columns = student.shape[-1]
-    if columns == 0:  # an empty shard reads as one column without mass
-        student = student.new_full((*student.shape[:-1], 1), -torch.inf)
-    if student.numel() == 0:
-        return stats
     rows = Rows(student)
-    sizes = columns, vocab, shard_size, vocab_size
+    if rows.count == 0:
+        return stats
+    sizes = student.shape[-1], vocab, shard_size, vocab_size
     args = *rows.logits, rows(ids), rows(temperature), vocab_start[0], *sizes
-    shard = in_blocks(_shard_stats, args, BLOCK_LOGITS // student.shape[-1])
+    shard = in_blocks(_shard_stats, args, BLOCK_LOGITS // args[0].shape[-1])
     return shard.view(stats.shape)
 
 
@@ -149,8 +146,8 @@ def _merge(stats, log_q, temperature, reverse, tail):
     value, d = value.sum(-1, keepdim=True), torch.zeros_like(norm[..., :1])
     norm_tail, mass = norm, d
     if tail:
-        maximum, log_sum, _ = merge_norm(stats[..., 0], stats[..., 1], temperature)
-        maximum, log_sum = maximum.unsqueeze(-1), log_sum.unsqueeze(-1)
+        maximum, total, _ = merge_norm(stats[..., 0], stats[..., 1], temperature)
+        maximum, log_sum = maximum.unsqueeze(-1), total.log().unsqueeze(-1)
         empty = maximum == -torch.inf
         norm_tail = torch.where(empty, 0, torch.cat([maximum, log_sum], -1))
         log_rest_p = scaled(maximum - norm[..., :1], temperature) + (log_sum - norm[..., 1:])
