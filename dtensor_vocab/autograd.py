@@ -26,13 +26,20 @@ class PerToken(torch.autograd.Function):
         cls.forward.__signature__ = inspect.signature(cls.forward)
 
     @staticmethod
-    def save(ctx: Any, function: str, outputs: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
-        """For ``setup_context``: what backward reads, and whose it is."""
+    def save(
+        ctx: Any,
+        function: str,
+        outputs: tuple[Tensor, ...],
+        *inputs: Tensor | None,
+        differentiable: int = 1,
+    ) -> None:
+        """For ``setup_context``: what backward reads, and whose it is.
+
+        ``differentiable`` is how many of the outputs, the first ones, have a gradient.
+        """
         ctx.function = function
         ctx.save_for_backward(*inputs, outputs[-1])
-        ctx.mark_non_differentiable(
-            outputs[-1], *(output for output in outputs if not output.is_floating_point())
-        )
+        ctx.mark_non_differentiable(*outputs[differentiable:])
         ctx.set_materialize_grads(False)
 
 

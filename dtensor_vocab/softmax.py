@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_vocab.kernel import Rows, blocks, flat, kernel
+from dtensor_vocab.kernel import Rows, blocks, flat, in_blocks, kernel
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import (
     coverage,
@@ -240,9 +240,11 @@ class SoftmaxGradient:
         if logits.numel() == 0:
             return
         by_rows = _by_rows(logits, *args)
-        entries = list(self._entries(by_rows)) if _k(by_rows[2]) > 0 else []
+        k = _k(by_rows[2])
+        rows = max(1, BLOCK_IDS // max(1, k))
+        entries = in_blocks(self._at_ids, by_rows, rows) if k > 0 else ()
         self._overwrite(*by_rows)
-        _write(by_rows[0], entries)
+        _write(by_rows[0], zip(*(x.split(rows) for x in entries), strict=True))
 
     def _entries(self, by_rows: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """For some rows at a time, the columns of the ids and what is to be there."""
@@ -250,8 +252,8 @@ class SoftmaxGradient:
             yield self._at_ids(*block)
 
 
-BLOCK_IDS = 1 << 12
-"""How many ids are worked on at once: a dozen tensors of 32 KiB."""
+BLOCK_IDS = 1 << 13
+"""How many ids are worked on at once: a dozen tensors of 64 KiB."""
 
 
 def _k(index: Tensor | None) -> int:

@@ -165,7 +165,8 @@ class _LogprobsAndEntropy(PerToken):
         logits, index, temperature, vocab_start, vocab, _, vocab_size, *options = inputs
         ctx.ignore_index, ctx.inplace_backward = options
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, "logprobs_and_entropy", outputs, logits, index, temperature, vocab_start)
+        inputs = logits, index, temperature, vocab_start
+        PerToken.save(ctx, "logprobs_and_entropy", outputs, *inputs, differentiable=2)
 
     @staticmethod
     @differentiable_once

@@ -107,7 +107,7 @@ def _shard_stats(x, ids, temperature, start, columns, vocab, shard_size, vocab_s
     return torch.cat([stats, torch.where(owned, named, 0)], -1)
 
 
-@operator("gathered, rows, rows -> rows, rows")
+@operator("gathered, rows, rows -> rows, rows, rows")
 def topk_kl_div_merge(
     stats: Tensor,
     teacher_logprobs: Tensor,
@@ -115,24 +115,24 @@ def topk_kl_div_merge(
     vocab_size: int,
     reverse: bool,
     tail: bool,
-) -> tuple[Tensor, Tensor]:
-    """``stats [shards, *, S]`` to the divergence ``[*]`` and what gradients need, ``[*, 6 + 2 K]``.
-
-    That is (M, log S) of the tail and of the vocabulary, the coefficient a for either, c_k, and
-    the slopes in log q_k.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``stats [shards, *, S]`` to the divergence ``[*]``, its slopes in log q_k, ``[*, K]``, and
+    what the student's gradient needs, ``[*, 6 + K]``: (M, log S) of the tail and of the vocabulary,
+    the coefficient a for either, and c_k.
     """
     by_row = Rows(stats[0])
     values = by_row(teacher_logprobs), by_row(temperature)
-    value, saved, faults = _merge(stats_per_row(stats), *values, reverse, tail)
+    value, slopes, saved, faults = _merge(stats_per_row(stats), *values, reverse, tail)
     check("topk_kl_div", faults, vocab_size)
     rows = stats.shape[1:-1]
-    return value.view(rows), saved.view(*rows, saved.shape[-1])
+    slopes = slopes.view(teacher_logprobs.shape)
+    return value.view(rows), slopes, saved.view(*rows, saved.shape[-1])
 
 
 @topk_kl_div_merge.register_fake
 def _(stats, teacher_logprobs, *_):
-    rows, k = stats.shape[1:-1], teacher_logprobs.shape[-1]
-    return stats.new_empty(rows), stats.new_empty((*rows, 6 + 2 * k))
+    rows, shape = stats.shape[1:-1], teacher_logprobs.shape
+    return stats.new_empty(rows), stats.new_empty(shape), stats.new_empty((*rows, 6 + shape[-1]))
 
 
 @merge_kernel
@@ -163,11 +163,12 @@ def _merge(stats, log_q, temperature, reverse, tail):
         slope_q = slope_q - log_q.exp() * (slope_rest_q / log_rest_q.exp())
         value = (value + rest).clamp_min(0)
     a = -slope_p.sum(-1, keepdim=True) - d
-    saved = torch.cat([norm_tail, norm, d + mass * a if tail else a, a, slope_p, slope_q], -1)
+    slopes = torch.cat([d + mass * a if tail else a, a, slope_p], -1)
     # an infinite row, or one without a student, has no gradient
     off = (value == torch.inf) | (norm[..., :1] == -torch.inf)
-    keep = torch.arange(saved.shape[-1], device=saved.device) < 4
-    return value.squeeze(-1), torch.where(off & ~keep, 0, saved), softmax.fault
+    slopes, slope_q = torch.where(off, 0, slopes), torch.where(off, 0, slope_q)
+    saved = torch.cat([norm_tail, norm, slopes], -1)
+    return value.squeeze(-1), slope_q, saved, softmax.fault
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,8 +202,7 @@ def _(grad, saved, student, *_):
 
 @SoftmaxGradient
 def _gradient(saved: Tensor, ids: Tensor, grad: Tensor) -> Coefficients:
-    k = ids.shape[-1]
-    terms = torch.where(grad == 0, 0, grad * saved[..., 4 : 6 + k])
+    terms = torch.where(grad == 0, 0, grad * saved[..., 4:])
     at_index = terms[..., 1:2], saved[..., 2:4]
     return Coefficients(a=terms[..., :1], c=terms[..., 2:], at_index=at_index)
 
@@ -231,20 +231,20 @@ class _TopkKLDiv(PerToken):
         student, teacher, ids, temperature, vocab_start, vocab, _, vocab_size, *_ = inputs
         ctx.vocab_size = vocab_size if vocab_size < vocab else None
         ctx.teacher_dtype = teacher.dtype
-        PerToken.save(ctx, "topk_kl_div", outputs, student, ids, temperature, vocab_start)
+        slopes = outputs[1] if ctx.needs_input_grad[1] else None
+        inputs = student, ids, temperature, vocab_start, slopes
+        PerToken.save(ctx, "topk_kl_div", outputs, *inputs)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, _):
-        *inputs, saved = ctx.saved_tensors
+    def backward(ctx, grad, *_):
+        *inputs, slopes, saved = ctx.saved_tensors
         to_student = to_teacher = None
         if ctx.needs_input_grad[0]:
             to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.vocab_size)
         if ctx.needs_input_grad[1]:
-            k = inputs[1].shape[-1]
             grad = grad.unsqueeze(-1)
-            to_teacher = (saved[..., 6 + k :] * grad).masked_fill(grad == 0, 0)
-            to_teacher = to_teacher.to(ctx.teacher_dtype)
+            to_teacher = (slopes * grad).masked_fill(grad == 0, 0).to(ctx.teacher_dtype)
         return to_student, to_teacher
 
 
