@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_vocab.rows import math_dtype
+from dtensor_vocab.rows import Sizes, math_dtype
 
 __all__ = [
     "Vocabulary",
@@ -37,12 +37,7 @@ class Vocabulary(NamedTuple):
 
     start: Tensor
     """``[shards]``, the first column of each shard; a DTensor where the logits are."""
-    columns: int
-    """Columns of the logits, over all shards."""
-    shard_size: int
-    """Columns of a full shard."""
-    size: int
-    """Columns that are tokens; the rest is padding."""
+    sizes: Sizes
 
 
 def check_logits(
@@ -61,7 +56,7 @@ def check_logits(
         )
     if not isinstance(logits, DTensor):
         start = torch.zeros(1, dtype=torch.int64, device=logits.device)
-        return Vocabulary(start, columns, columns, vocab_size)
+        return Vocabulary(start, Sizes(columns, columns, vocab_size))
 
     mesh = logits.device_mesh
     shards = 1 if vocab_dim is None else mesh.size(vocab_dim)
@@ -73,7 +68,7 @@ def check_logits(
     start = DTensor.from_local(
         start, mesh, placements, run_check=False, shape=torch.Size((shards,)), stride=(1,)
     )
-    return Vocabulary(start, columns, shard_size, vocab_size)
+    return Vocabulary(start, Sizes(columns, shard_size, vocab_size))
 
 
 def _check_one(function: str, logits: Tensor, name: str) -> int | None:
@@ -197,9 +192,10 @@ def check_bool(function: str, value: bool, name: str) -> None:
 
 def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
     _check_int(function, k, "k")
-    if not 0 <= k <= vocabulary.size:
+    most = vocabulary.sizes.tokens
+    if not 0 <= k <= most:
         raise ValueError(
-            f"{function}: expected 0 <= k <= {vocabulary.size}, the size of the vocabulary, got {k}"
+            f"{function}: expected 0 <= k <= {most}, the size of the vocabulary, got {k}"
         )
 
 

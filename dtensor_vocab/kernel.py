@@ -170,9 +170,11 @@ def _compile(fn: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def _as_kernels_take_it(arg: Any, device: torch.device) -> Any:
-    """A float as a 0-d tensor: one kernel serves all values of an option."""
+    """A float as a 0-d tensor: one kernel serves all values of an option. A list as a tuple."""
     if type(arg) is float:
         return torch.full((), arg, dtype=torch.float64, device=device)
+    if isinstance(arg, list):
+        return tuple(arg)
     return arg.detach() if isinstance(arg, Tensor) else arg
 
 
@@ -182,6 +184,8 @@ def _variant(arg: Any) -> Any:
         sizes = tuple(min(size, 2) for size in arg.shape)
         strides = tuple(min(stride, 2) for stride in arg.stride())
         return arg.dtype, arg.device, sizes, strides
+    if isinstance(arg, tuple):
+        return tuple(map(_variant, arg))
     return int if type(arg) is int and not 0 <= arg <= 1 else arg
 
 

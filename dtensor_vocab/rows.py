@@ -1,10 +1,14 @@
 """The rules of a row, for every op alike: precision, padding, whose id it is, what is a fault.
 
 Pure functions to be used inside kernels. ``x`` is ``[rows, V_local]``, ``index`` ``[rows, K]``
-with ids of the whole vocabulary, ``start`` (0-d) the first column of the shard.
+with ids of the whole vocabulary, ``start`` (0-d) the first column of the shard, ``sizes`` a
+:class:`Sizes`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +16,7 @@ from torch import Tensor
 from dtensor_vocab._private import assert_async
 
 __all__ = [
+    "Sizes",
     "check",
     "counted",
     "coverage",
@@ -24,9 +29,21 @@ __all__ = [
     "rebase",
     "scaled",
     "sum_columns",
+    "without_padding",
 ]
 
 BAD_ID, BAD_LAYOUT = 1, 2
+
+
+class Sizes(NamedTuple):
+    """Of the whole vocabulary; operators take it as a list."""
+
+    columns: int
+    """Columns of the logits, over all shards."""
+    shard: int
+    """Columns of a full shard."""
+    tokens: int
+    """Columns that are tokens; the rest is padding."""
 
 
 def math_dtype(*logits: Tensor) -> torch.dtype:
@@ -38,20 +55,27 @@ def math_dtype(*logits: Tensor) -> torch.dtype:
 def prepare(
     x: Tensor,
     start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     dtype: torch.dtype | None = None,
     column: Tensor | None = None,
 ) -> Tensor:
-    """The logits in the dtype of the math, and -inf from ``vocab_size`` on.
+    """The logits in the dtype of the math, and -inf where they are padding.
 
     ``column`` says which columns ``x`` holds, if not all.
     """
     x = x.to(dtype or math_dtype(x))
-    if vocab_size is not None:
-        if column is None:
-            column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-        x = torch.where(column < vocab_size - start, x, -torch.inf)
-    return x
+    return without_padding(x, -torch.inf, start, sizes, column)
+
+
+def without_padding(
+    x: Tensor, filler: float, start: Tensor, sizes: Sequence[int], column: Tensor | None = None
+) -> Tensor:
+    columns, _, tokens = sizes
+    if not tokens < columns:  # "==" would make one symbol of the two, which Inductor loses
+        return x
+    if column is None:
+        column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+    return torch.where(column < tokens - start, x, filler)
 
 
 def scaled(x: Tensor, temperature: Tensor | None) -> Tensor:
@@ -93,30 +117,29 @@ def local_ids(index: Tensor, start: Tensor, columns: int) -> tuple[Tensor, Tenso
 def pick(logits: Tensor, index: Tensor, start: Tensor, columns: int) -> Tensor:
     """The logits at ids that the shard owns, else 0: the shards' picks add up."""
     local, owned = local_ids(index, start, columns)
-    return torch.where(owned, prepare(logits.gather(-1, local), start, None), 0)
+    return torch.where(owned, logits.gather(-1, local).to(math_dtype(logits)), 0)
 
 
 def coverage(
     x: Tensor,
     start: Tensor,
     columns: int,
-    vocab: int,
-    shard_size: int,
-    index: Tensor | None,
-    vocab_size: int,
-    ignore_index: int | None,
+    sizes: Sequence[int],
+    index: Tensor | None = None,
+    ignore_index: int | None = None,
 ) -> Tensor:
-    """One number a row that proves, merged, that the row is sound.
+    """One number a row that proves, merged, that the row of a shard of ``columns`` is sound.
 
     It is the number of columns of the whole vocabulary, as this shard knows it: shards that
     agree on it, and have the size that it gives them, cover the vocabulary exactly once. It is
     NaN where the size is another, and -inf where an id of the row is out of range.
     """
-    expected = (vocab - start).clamp(0, shard_size)
-    number = torch.where(expected == columns, vocab, torch.nan).to(x.dtype).expand(x.shape[:-1])
+    total, shard_size, tokens = sizes
+    expected = (total - start).clamp(0, shard_size)
+    number = torch.where(expected == columns, total, torch.nan).to(x.dtype).expand(x.shape[:-1])
     if index is None:
         return number
-    in_range = (index >= 0) & (index < vocab_size)
+    in_range = (index >= 0) & (index < tokens)
     bad = counted(index, ignore_index) & ~in_range
     return torch.where(bad.any(-1), -torch.inf, number)
 

@@ -23,7 +23,7 @@ A function of these statistics has a gradient of one form, made in one read and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ from dtensor_vocab.rows import (
     prepare,
     rebase,
     scaled,
+    without_padding,
 )
 
 __all__ = [
@@ -63,42 +64,28 @@ def softmax_stats(
     index: Tensor | None,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab: int,
-    shard_size: int,
-    vocab_size: int,
+    sizes: Sequence[int],
     ignore_index: int | None,
-    weighted: bool,
-    summed: bool,
+    weighted: bool = False,
+    summed: bool = False,
 ) -> Tensor:
     """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, (w), (t, n), picked.
 
-    ``vocab_start [1]`` is the shard's first column, of ``vocab`` columns in shards of
-    ``shard_size``, of which those from ``vocab_size`` on are padding. ``index``, ``[*]`` or
-    ``[*, K]``, holds ids of the whole vocabulary.
+    ``vocab_start [1]`` is the shard's first column, ``sizes`` a :class:`~dtensor_vocab.rows.Sizes`.
+    ``index``, ``[*]`` or ``[*, K]``, holds ids of the whole vocabulary.
     """
     stats = _new_stats(logits, index, vocab_start, weighted, summed)
     rows = Rows(logits)
     if rows.count == 0:
         return stats
-    shard = _shard_stats(
-        *rows.logits,
-        rows(index),
-        rows(temperature),
-        vocab_start[0],
-        logits.shape[-1],
-        vocab,
-        shard_size,
-        vocab_size,
-        ignore_index,
-        weighted,
-        summed,
-    )
+    values = rows(index), rows(temperature), vocab_start[0], logits.shape[-1], sizes
+    shard = _shard_stats(*rows.logits, *values, ignore_index, weighted, summed)
     return shard.view(stats.shape)
 
 
 @softmax_stats.register_fake
-def _(logits, index, temperature, vocab_start, *args):
-    return _new_stats(logits, index, vocab_start, *args[-2:])
+def _(logits, index, temperature, vocab_start, sizes, ignore_index, weighted=False, summed=False):
+    return _new_stats(logits, index, vocab_start, weighted, summed)
 
 
 def _new_stats(logits, index, vocab_start, weighted, summed) -> Tensor:
@@ -108,33 +95,21 @@ def _new_stats(logits, index, vocab_start, weighted, summed) -> Tensor:
 
 
 @kernel
-def _shard_stats(
-    logits,
-    index,
-    temperature,
-    start,
-    columns,
-    vocab,
-    shard_size,
-    vocab_size,
-    ignore_index,
-    weighted,
-    summed,
-):
-    padded, (logits,) = vocab_size < vocab, flat(logits)
-    x = prepare(logits, start, vocab_size if padded else None)
+def _shard_stats(logits, index, temperature, start, columns, sizes, ignore_index, weighted, summed):
+    (logits,) = flat(logits)
+    x = prepare(logits, start, sizes)
     maximum = x.amax(-1, keepdim=True)
     # Selecting after the sum leaves the form that Inductor makes one pass of on GPUs.
     shifted = scaled(x - maximum, temperature)
     mass = shifted.exp()
     total = torch.where(maximum == -torch.inf, 0, mass.sum(-1, keepdim=True)).squeeze(-1)
     maximum = maximum.squeeze(-1)
-    sound = coverage(x, start, columns, vocab, shard_size, index, vocab_size, ignore_index)
+    sound = coverage(x, start, columns, sizes, index, ignore_index)
     stats = [maximum, total, sound]
     if weighted:
         stats.append(torch.where(x == -torch.inf, 0, mass * shifted).sum(-1))
     if summed:
-        tokens = (vocab_size - start).clamp(0, columns)
+        tokens = (sizes[2] - start).clamp(0, columns)
         column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
         shifted = rebase(x, maximum.unsqueeze(-1), temperature)
         stats.append(torch.where(column < tokens, shifted, 0).sum(-1))
@@ -198,8 +173,8 @@ class SoftmaxGradient:
     """
 
     def __init__(self, coefficients: Callable[..., Coefficients]) -> None:
-        def whole(logits, saved, index, temperature, start, vocab_size, *values):
-            args = logits, saved, index, temperature, start, vocab_size, *values
+        def whole(logits, saved, index, temperature, start, sizes, *values):
+            args = logits, saved, index, temperature, start, sizes, *values
             gradient = at_columns(*args)
             if _k(index) != 1:
                 return gradient
@@ -210,13 +185,13 @@ class SoftmaxGradient:
             logits.copy_(at_columns(logits, saved, *args).view(logits.shape))
             return saved
 
-        def at_columns(logits, saved, index, temperature, start, vocab_size, *values):
+        def at_columns(logits, saved, index, temperature, start, sizes, *values):
             terms = coefficients(saved, index, *values)
-            return _at_columns(terms, *flat(logits), saved, temperature, start, vocab_size)
+            return _at_columns(terms, *flat(logits), saved, temperature, start, sizes)
 
-        def at_ids(logits, saved, index, temperature, start, vocab_size, *values):
+        def at_ids(logits, saved, index, temperature, start, sizes, *values):
             terms = coefficients(saved, index, *values)
-            return _at_ids(index, terms, *flat(logits), saved, temperature, start, vocab_size)
+            return _at_ids(index, terms, *flat(logits), saved, temperature, start, sizes)
 
         self._whole, self._at_ids, self._overwrite = map(kernel, (whole, at_ids, overwrite))
 
@@ -224,8 +199,8 @@ class SoftmaxGradient:
         """The gradient of ``logits [*, V_local]``, contiguous, in their dtype.
 
         ``args`` are ``saved [*, 2+]``, which starts with M and log S, ``index`` or None,
-        ``temperature`` or None, ``vocab_start [1]``, ``vocab_size`` or None where nothing is
-        padded, and the values that the coefficients take.
+        ``temperature`` or None, ``vocab_start [1]``, ``sizes``, and the values that the
+        coefficients take.
         """
         if logits.numel() == 0:
             return empty_grad(logits)
@@ -276,29 +251,29 @@ def _write(x: Tensor, entries: Iterable[tuple[Tensor, Tensor]]) -> None:
         first += len(column)
 
 
-def _by_rows(logits, saved, index, temperature, vocab_start, vocab_size, *values) -> list[Any]:
+def _by_rows(logits, saved, index, temperature, vocab_start, sizes, *values) -> list[Any]:
     rows = Rows(logits)
     by_rows = [rows(value) if isinstance(value, Tensor) else value for value in values]
-    args = rows(saved), rows(index), rows(temperature), vocab_start[0], vocab_size
+    args = rows(saved), rows(index), rows(temperature), vocab_start[0], sizes
     return [*rows.logits, *args, *by_rows]
 
 
-def _at_columns(terms, logits, saved, temperature, start, vocab_size) -> Tensor:
-    x = prepare(logits, start, vocab_size)
+def _at_columns(terms, logits, saved, temperature, start, sizes) -> Tensor:
+    x = prepare(logits, start, sizes)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     log_p = scaled(x - saved[..., :1], temperature) - saved[..., 1:2]
-    gradient = _gradient(terms, terms.a, log_p, column, start, vocab_size)
+    gradient = _gradient(terms, terms.a, log_p, column, start, sizes)
     return _finish(terms, gradient, saved, temperature, logits.dtype)
 
 
-def _at_ids(index, terms, logits, saved, temperature, start, vocab_size) -> tuple[Tensor, Tensor]:
+def _at_ids(index, terms, logits, saved, temperature, start, sizes) -> tuple[Tensor, Tensor]:
     """The few entries in the columns of the ids, formed apart to overwrite what is there.
 
     So nothing of the logits' size is made for them, they are rounded once, and equal ids agree.
     An id of another shard stands for the column it is clamped to, without a c of its own.
     """
     local, owned = local_ids(index, start, logits.shape[-1])
-    x = prepare(logits.gather(-1, local), start, vocab_size, column=local)
+    x = prepare(logits.gather(-1, local), start, sizes, column=local)
     slope, maximum, log_sum = terms.a, saved[..., :1], saved[..., 1:2]
     c = torch.where(owned, terms.c, 0)
     if terms.at_index is None:
@@ -311,21 +286,19 @@ def _at_ids(index, terms, logits, saved, temperature, start, vocab_size) -> tupl
         maximum = torch.where(named, norm[..., :1], maximum)
         log_sum = torch.where(named, norm[..., 1:], log_sum)
     log_p = scaled(x - maximum, temperature) - log_sum
-    gradient = _gradient(terms, slope, log_p, local, start, vocab_size)
+    gradient = _gradient(terms, slope, log_p, local, start, sizes)
     values = _finish(terms, gradient + c, saved, temperature, logits.dtype)
     return local.to(torch.int32), values
 
 
-def _gradient(terms, slope, log_p, column, start, vocab_size) -> Tensor:
+def _gradient(terms, slope, log_p, column, start, sizes) -> Tensor:
     """``p_v (a + b log p_v) + u``, 0 where p_v is exactly 0 and where u meets padding."""
     if terms.b is not None:
         slope = slope + terms.b * log_p
     gradient = torch.where(log_p == -torch.inf, 0, log_p.exp() * slope)
     if terms.u is None:
         return gradient
-    if vocab_size is None:
-        return gradient + terms.u
-    return gradient + torch.where(column < vocab_size - start, terms.u, 0)
+    return gradient + without_padding(terms.u, 0, start, sizes, column)
 
 
 def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:

@@ -33,26 +33,42 @@ def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTENSOR_VOCAB_KERNELS", "eager")
 
 
+# ------------------------------------------------------------------ real ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those of real ranks come last: the ranks work in the background meanwhile."""
+    items.sort(key=_ranks)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    waiting = session.stash[WAITING] = {}
+    for item in session.items:
+        if _ranks(item) > 0:
+            waiting.setdefault(_ranks(item), []).append(item.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Starts the ranks of one size after the other, before fixtures change what they would see."""
+    runs, waiting = item.session.stash.setdefault(RUNS, {}), item.session.stash[WAITING]
+    if World.current is None and waiting and not any(run.working for run in runs.values()):
+        size = next(iter(waiting))
+        runs[size] = RealRanks(size, waiting.pop(size), item.config.rootpath)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    size = _ranks(pyfuncitem)
-    if size is None or World.current is not None:
+    if _ranks(pyfuncitem) == 0 or World.current is not None:
         return None
-    _real_ranks(pyfuncitem.session, size).replay(pyfuncitem.nodeid)
+    pyfuncitem.session.stash[RUNS][_ranks(pyfuncitem)].replay(pyfuncitem.nodeid)
     return True
 
 
-def _ranks(item: pytest.Item) -> int | None:
+def _ranks(item: pytest.Item) -> int:
     marker = item.get_closest_marker("ranks")
-    return None if marker is None else marker.args[0]
+    return 0 if marker is None else marker.args[0]
 
 
-def _real_ranks(session: pytest.Session, size: int) -> RealRanks:
-    runs: dict[int, RealRanks] = session.stash.setdefault(RUNS, {})
-    if size not in runs:
-        node_ids = [item.nodeid for item in session.items if _ranks(item) == size]
-        runs[size] = RealRanks(size, node_ids, session.config.rootpath)
-    return runs[size]
-
-
+WAITING: pytest.StashKey[dict[int, list[str]]] = pytest.StashKey()
 RUNS: pytest.StashKey[dict[int, RealRanks]] = pytest.StashKey()

@@ -5,7 +5,8 @@ values, under torch's ``LocalTensorMode`` over a process group that communicates
 for layouts; a fault in which ranks part ways does not show as the hang that it is.
 
 Real: a test marked ``@pytest.mark.ranks(n)`` runs in n processes over gloo, started once for all
-such tests of a session (see conftest.py). There ``on_mesh`` gives a mesh of these processes.
+such tests of a session (see conftest.py), beside the tests of this process. There ``on_mesh`` gives
+a mesh of these processes.
 
 A tensor of either kind is taken apart by ``parts``: the local tensors, by rank, that there are
 in this process.
@@ -224,7 +225,10 @@ class Outcome(NamedTuple):
 
 
 class RealRanks:
-    """Runs the given tests on ``size`` processes, once, and keeps how they ended."""
+    """Runs the given tests on ``size`` processes, once, and keeps how they ended.
+
+    They work in the background until ``outcomes`` is asked for.
+    """
 
     def __init__(
         self,
@@ -233,36 +237,37 @@ class RealRanks:
         root: Path,
         collective_timeout: float = COLLECTIVE_TIMEOUT,
     ) -> None:
-        self.size, self.collective_timeout = size, collective_timeout
-        with tempfile.TemporaryDirectory() as directory:
-            self.exits = self._run(node_ids, root, Path(directory))
-            self.outcomes = [self._read(Path(directory), rank) for rank in range(size)]
-
-    def _run(self, node_ids: list[str], root: Path, directory: Path) -> list[int | None]:
+        self._directory = tempfile.TemporaryDirectory()
         spawn = multiprocessing.get_context("spawn")
-        ranks = [
-            spawn.Process(
-                target=_run_rank,
-                args=(rank, self.size, node_ids, root, directory, self.collective_timeout),
-            )
-            for rank in range(self.size)
+        args = size, node_ids, root, Path(self._directory.name), collective_timeout
+        self._ranks = [
+            spawn.Process(target=_run_rank, args=(rank, *args), daemon=True) for rank in range(size)
         ]
-        for rank in ranks:
+        for rank in self._ranks:
             rank.start()
-        try:
-            self._wait(ranks, directory)
-        finally:
-            exits = [rank.exitcode for rank in ranks]
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-        return exits
 
-    def _wait(self, ranks: list[Any], directory: Path) -> None:
+    @property
+    def working(self) -> bool:
+        return any(rank.is_alive() for rank in self._ranks)
+
+    @functools.cached_property
+    def outcomes(self) -> list[dict[str, Outcome]]:
+        """By rank and test, once all are done; ``exits`` then are the exit codes."""
+        with self._directory as name:
+            try:
+                self._wait(Path(name))
+            finally:
+                self.exits = [rank.exitcode for rank in self._ranks]
+                for rank in self._ranks:
+                    rank.kill()
+                    rank.join()
+            return [self._read(Path(name), rank) for rank in range(len(self._ranks))]
+
+    def _wait(self, directory: Path) -> None:
         """Until all are done, one died, or none has ended a test for too long."""
         size, since = -1, time.monotonic()
-        while any(rank.is_alive() for rank in ranks):
-            if any(rank.exitcode for rank in ranks):
+        while self.working:
+            if any(rank.exitcode for rank in self._ranks):
                 time.sleep(1)  # for the peers to write what they know
                 return
             written = sum(file.stat().st_size for file in directory.glob("*.jsonl"))

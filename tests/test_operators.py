@@ -125,12 +125,14 @@ def captured(variation: str) -> dict[str, list[tuple[Any, ...]]]:
             VARIATIONS[variation](op)
     patterns: dict[str, dict[Any, tuple[Any, ...]]] = defaultdict(dict)
     for name, args in calls.seen:
-        pattern = tuple(
-            arg.dim() if isinstance(arg, Tensor) else None if type(arg) is int else arg
-            for arg in args
-        )
-        patterns[name].setdefault(pattern, args)
+        patterns[name].setdefault(tuple(map(_pattern, args)), args)
     return {name: list(found.values()) for name, found in patterns.items()}
+
+
+def _pattern(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return arg.dim()
+    return None if isinstance(arg, (int, list, tuple)) and type(arg) is not bool else arg
 
 
 @pytest.mark.parametrize("variation", VARIATIONS)
@@ -171,15 +173,13 @@ def test_statistics_of_dtensors() -> None:
             [Replicate(), Shard(0)],
             run_check=False,
         )
-        stats = torch.ops.dtensor_vocab.softmax_stats(
-            placed, None, None, start, 10, 5, 10, None, False, False
-        )
+        stats = torch.ops.dtensor_vocab.softmax_stats(placed, None, None, start, [10, 5, 10], None)
         assert stats.placements == (Shard(1), Shard(0))
         assert stats.shape[:3] == (2, 4, 6)
     for rank, local in parts(stats).items():
         shard = logits.chunk(2)[rank // 2].chunk(2, -1)[rank % 2].contiguous()
         alone = torch.ops.dtensor_vocab.softmax_stats(
-            shard, None, None, torch.tensor([rank % 2 * 5]), 10, 5, 10, None, False, False
+            shard, None, None, torch.tensor([rank % 2 * 5]), [10, 5, 10], None
         )
         assert_bytes_equal(local, alone)
 
@@ -188,6 +188,6 @@ def test_statistics_are_constants_to_autograd() -> None:
     """Gradients are the public functions' affair."""
     logits = torch.randn(4, 10, requires_grad=True)
     stats = torch.ops.dtensor_vocab.softmax_stats(
-        logits, None, None, torch.zeros(1, dtype=torch.int64), 10, 10, 10, None, False, False
+        logits, None, None, torch.zeros(1, dtype=torch.int64), [10, 10, 10], None
     )
     assert not stats.requires_grad

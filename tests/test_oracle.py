@@ -362,7 +362,7 @@ def test_never_reached():
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> RealRanks:
     root = tmp_path_factory.mktemp("ranked")
     (root / "test_ranked.py").write_text(RANKED_TESTS)
-    return RealRanks(2, [f"{root}/test_ranked.py"], root, collective_timeout=2)
+    return RealRanks(2, [f"{root}/test_ranked.py"], root, collective_timeout=5)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,13 @@ __all__ = ["argmax"]
 
 
 @operator("logits, start -> stats")
-def argmax_stats(
-    logits: Tensor, vocab_start: Tensor, vocab: int, shard_size: int, vocab_size: int
-) -> Tensor:
+def argmax_stats(logits: Tensor, vocab_start: Tensor, sizes: Sequence[int]) -> Tensor:
     """A shard's largest logit, its id, and coverage: ``[1, *, 3]``."""
     stats = _new_stats(logits, vocab_start)
     rows = Rows(logits)
     if rows.count == 0:
         return stats
-    sizes = logits.shape[-1], vocab, shard_size, vocab_size
-    shard = _shard_stats(*rows.logits, vocab_start[0], *sizes)
+    shard = _shard_stats(*rows.logits, vocab_start[0], logits.shape[-1], sizes)
     return shard.view(stats.shape)
 
 
@@ -38,13 +37,13 @@ def _new_stats(logits, vocab_start) -> Tensor:
 
 
 @kernel
-def _shard_stats(logits, start, columns, vocab, shard_size, vocab_size):
-    x = prepare(*flat(logits), start, vocab_size if vocab_size < vocab else None)
+def _shard_stats(logits, start, columns, sizes):
+    x = prepare(*flat(logits), start, sizes)
     maximum = x.amax(-1, keepdim=True)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     found = (x == maximum) | (x != x)  # which vectorizes, unlike isnan
     first = torch.where(found, column, x.shape[-1]).amin(-1) + start
-    sound = coverage(x, start, columns, vocab, shard_size, None, vocab_size, None)
+    sound = coverage(x, start, columns, sizes)
     return torch.stack([maximum.squeeze(-1), first.to(x.dtype), sound], -1)
 
 

@@ -7,6 +7,7 @@ dloss/dx_v = p_v (1 + 2 ζ lse) - (1 - ε) 1[v = y] - ε/n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -86,16 +87,14 @@ def cross_entropy_backward(
     target: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int,
-    padded: bool,
+    sizes: Sequence[int],
     ignore_index: int | None,
     label_smoothing: float,
     z_loss: float,
 ) -> Tensor:
     """The gradient of ``logits [*, V_local]`` for ``grad [*]``."""
-    padding = vocab_size if padded else None
-    values = grad, ignore_index, label_smoothing or None, z_loss or None, vocab_size
-    return _gradient(logits, saved, target, temperature, vocab_start, padding, *values)
+    values = grad, ignore_index, label_smoothing or None, z_loss or None, sizes[-1]
+    return _gradient(logits, saved, target, temperature, vocab_start, sizes, *values)
 
 
 @cross_entropy_backward.register_fake
@@ -111,26 +110,14 @@ def cross_entropy_backward_(
     target: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int,
-    padded: bool,
+    sizes: Sequence[int],
     ignore_index: int | None,
     label_smoothing: float,
     z_loss: float,
 ) -> None:
     """The same, in place of the logits."""
-    _gradient.overwrite(
-        logits,
-        saved,
-        target,
-        temperature,
-        vocab_start,
-        vocab_size if padded else None,
-        grad,
-        ignore_index,
-        label_smoothing or None,
-        z_loss or None,
-        vocab_size,
-    )
+    values = grad, ignore_index, label_smoothing or None, z_loss or None, sizes[-1]
+    _gradient.overwrite(logits, saved, target, temperature, vocab_start, sizes, *values)
 
 
 @cross_entropy_backward_.register_fake
@@ -164,35 +151,21 @@ class _CrossEntropy(PerToken):
         target,
         temperature,
         vocab_start,
-        vocab,
-        shard_size,
-        vocab_size,
+        sizes,
         ignore_index,
         label_smoothing,
         z_loss,
         inplace_backward,
     ):
-        stats = softmax_stats(
-            logits,
-            target,
-            temperature,
-            vocab_start,
-            vocab,
-            shard_size,
-            vocab_size,
-            ignore_index,
-            False,
-            label_smoothing > 0,
-        )
-        options = vocab_size, ignore_index, label_smoothing, z_loss
+        args = logits, target, temperature, vocab_start, sizes, ignore_index
+        stats = softmax_stats(*args, summed=label_smoothing > 0)
+        options = sizes[-1], ignore_index, label_smoothing, z_loss
         return cross_entropy_merge(stats, target, temperature, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        logits, target, temperature, vocab_start, vocab, _, vocab_size, *options = inputs
-        *options, ctx.inplace_backward = options
-        ctx.options = (vocab_size, vocab_size < vocab, *options)
-        PerToken.save(ctx, "cross_entropy", outputs, logits, target, temperature, vocab_start)
+        tensors, (*ctx.options, ctx.inplace_backward) = inputs[:4], inputs[4:]
+        PerToken.save(ctx, "cross_entropy", outputs, *tensors)
 
     @staticmethod
     @differentiable_once

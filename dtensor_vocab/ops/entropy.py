@@ -5,6 +5,8 @@ dH/dx_v = -p_v (log p_v + H)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,10 +55,10 @@ def entropy_backward(
     logits: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
 ) -> Tensor:
     """The gradient of ``logits [*, V_local]`` for ``grad [*]``."""
-    return _gradient(logits, saved, None, temperature, vocab_start, vocab_size, grad)
+    return _gradient(logits, saved, None, temperature, vocab_start, sizes, grad)
 
 
 @entropy_backward.register_fake
@@ -71,10 +73,10 @@ def entropy_backward_(
     logits: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
 ) -> None:
     """The same, in place of the logits."""
-    _gradient.overwrite(logits, saved, None, temperature, vocab_start, vocab_size, grad)
+    _gradient.overwrite(logits, saved, None, temperature, vocab_start, sizes, grad)
 
 
 @entropy_backward_.register_fake
@@ -94,32 +96,20 @@ def entropy_coefficients(grad: Tensor, saved: Tensor) -> Coefficients:
 
 class _Entropy(PerToken):
     @staticmethod
-    def forward(logits, temperature, vocab_start, vocab, shard_size, vocab_size, inplace_backward):
-        stats = softmax_stats(
-            logits,
-            None,
-            temperature,
-            vocab_start,
-            vocab,
-            shard_size,
-            vocab_size,
-            None,
-            True,
-            False,
-        )
+    def forward(logits, temperature, vocab_start, sizes, inplace_backward):
+        stats = softmax_stats(logits, None, temperature, vocab_start, sizes, None, weighted=True)
         return entropy_merge(stats, temperature)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        logits, temperature, vocab_start, vocab, _, vocab_size, ctx.inplace_backward = inputs
-        ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, "entropy", outputs, logits, temperature, vocab_start)
+        *tensors, ctx.sizes, ctx.inplace_backward = inputs
+        PerToken.save(ctx, "entropy", outputs, *tensors)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, _):
         *inputs, saved = ctx.saved_tensors
-        args = (grad,), saved, *inputs, ctx.vocab_size
+        args = (grad,), saved, *inputs, ctx.sizes
         grad_logits = logits_gradient(ctx, entropy_backward, entropy_backward_, *args)
         return (grad_logits,)
 

@@ -10,6 +10,8 @@ softmax statistics and of the sums. (Agarwal et al., https://arxiv.org/abs/2306.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -61,7 +63,7 @@ def js_div_stats(
     norms: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     beta: float,
 ) -> Tensor:
     """A shard's terms ``[1, *, 2]`` of KL(s || m) and KL(t || m)."""
@@ -69,8 +71,8 @@ def js_div_stats(
     if student.numel() == 0:
         return stats.zero_()
     rows = Rows(student, teacher)
-    terms = _terms(*rows.logits, rows(norms), rows(temperature), vocab_start[0], vocab_size, beta)
-    return terms.view(stats.shape)
+    args = rows(norms), rows(temperature), vocab_start[0], sizes, beta
+    return _terms(*rows.logits, *args).view(stats.shape)
 
 
 @js_div_stats.register_fake
@@ -83,19 +85,19 @@ def _new_stats(student, norms, vocab_start) -> Tensor:
 
 
 @kernel
-def _terms(student, teacher, norms, temperature, start, vocab_size, beta):
-    p_s, log_s, p_t, log_t = _ratios(student, teacher, norms, temperature, start, vocab_size, beta)
+def _terms(student, teacher, norms, temperature, start, sizes, beta):
+    p_s, log_s, p_t, log_t = _ratios(student, teacher, norms, temperature, start, sizes, beta)
     return torch.stack([sum_columns(p_s * log_s), sum_columns(p_t * log_t)], -1)
 
 
-def _ratios(student, teacher, norms, temperature, start, vocab_size, beta):
+def _ratios(student, teacher, norms, temperature, start, sizes, beta):
     """s, log s/m, t, log t/m; a logarithm is 0 where its probability is.
 
     Both come from |log s/t|, on the side of the larger one: exact where s = t, no overflow.
     """
     maximum_s, log_sum_s, maximum_t, log_sum_t = norms[..., :4].split(1, dim=-1)
     dtype = math_dtype(student, teacher)
-    x_s, x_t = (prepare(x, start, vocab_size, dtype) for x in flat(student, teacher))
+    x_s, x_t = (prepare(x, start, sizes, dtype) for x in flat(student, teacher))
     log_s = scaled(x_s - maximum_s, temperature) - log_sum_s
     log_t = scaled(x_t - maximum_t, temperature) - log_sum_t
     p_s, p_t = log_s.exp(), log_t.exp()
@@ -137,7 +139,7 @@ def js_div_backward(
     teacher: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     beta: float,
     to_student: bool,
 ) -> Tensor:
@@ -146,7 +148,7 @@ def js_div_backward(
     if wanted.numel() == 0:
         return empty_grad(wanted)
     rows = Rows(student, teacher)
-    args = *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], vocab_size, beta
+    args = *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], sizes, beta
     return _grad(*args, to_student).view(wanted.shape)
 
 
@@ -163,14 +165,14 @@ def js_div_backward_both(
     teacher: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     beta: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``student [*, V_local]`` and ``teacher``, for ``grad [*]``."""
     if student.numel() == 0:
         return empty_grad(student), empty_grad(teacher)
     rows = Rows(student, teacher)
-    args = *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], vocab_size, beta
+    args = *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], sizes, beta
     to_student, to_teacher = _grad_both(*args)
     return to_student.view(student.shape), to_teacher.view(teacher.shape)
 
@@ -181,18 +183,18 @@ def _(grad, saved, student, teacher, *_):
 
 
 @kernel
-def _grad(student, teacher, grad, saved, temperature, start, vocab_size, beta, to_student):
-    args = student, teacher, grad, saved, temperature, start, vocab_size, beta
+def _grad(student, teacher, grad, saved, temperature, start, sizes, beta, to_student):
+    args = student, teacher, grad, saved, temperature, start, sizes, beta
     return _grads(*args)[0 if to_student else 1]
 
 
 @kernel
-def _grad_both(student, teacher, grad, saved, temperature, start, vocab_size, beta):
-    return _grads(student, teacher, grad, saved, temperature, start, vocab_size, beta)
+def _grad_both(student, teacher, grad, saved, temperature, start, sizes, beta):
+    return _grads(student, teacher, grad, saved, temperature, start, sizes, beta)
 
 
-def _grads(student, teacher, grad, saved, temperature, start, vocab_size, beta):
-    p_s, log_s, p_t, log_t = _ratios(student, teacher, saved, temperature, start, vocab_size, beta)
+def _grads(student, teacher, grad, saved, temperature, start, sizes, beta):
+    p_s, log_s, p_t, log_t = _ratios(student, teacher, saved, temperature, start, sizes, beta)
     to_s = (1 - beta) * grad * p_s * (log_s - saved[..., 4:5])
     to_t = beta * grad * p_t * (log_t - saved[..., 5:6])
     if temperature is not None:
@@ -206,26 +208,22 @@ def _grads(student, teacher, grad, saved, temperature, start, vocab_size, beta):
 
 class _JSDiv(PerToken):
     @staticmethod
-    def forward(student, teacher, temperature, vocab_start, vocab, shard_size, vocab_size, beta):
-        stats = kl_div_stats(
-            student, teacher, temperature, vocab_start, vocab, shard_size, vocab_size
-        )
+    def forward(student, teacher, temperature, vocab_start, sizes, beta):
+        stats = kl_div_stats(student, teacher, temperature, vocab_start, sizes)
         norms = js_div_normalize(stats, temperature)
-        padding = vocab_size if vocab_size < vocab else None
-        terms = js_div_stats(student, teacher, norms, temperature, vocab_start, padding, beta)
+        terms = js_div_stats(student, teacher, norms, temperature, vocab_start, sizes, beta)
         return js_div_merge(terms, norms, beta)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        student, teacher, temperature, vocab_start, vocab, _, vocab_size, ctx.beta = inputs
-        ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, "js_div", outputs, student, teacher, temperature, vocab_start)
+        *tensors, ctx.sizes, ctx.beta = inputs
+        PerToken.save(ctx, "js_div", outputs, *tensors)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, _):
         *inputs, saved = ctx.saved_tensors
-        args = grad, saved, *inputs, ctx.vocab_size, ctx.beta
+        args = grad, saved, *inputs, ctx.sizes, ctx.beta
         to_student, to_teacher = ctx.needs_input_grad[:2]
         if to_student and to_teacher:
             return js_div_backward_both(*args)

@@ -13,6 +13,8 @@ c is +inf where A has mass on a token that B masks with -inf.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,25 +44,15 @@ def kl_div_stats(
     b: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab: int,
-    shard_size: int,
-    vocab_size: int,
+    sizes: Sequence[int],
 ) -> Tensor:
     """Statistics ``[1, *, 6]`` of shards ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, c."""
     stats = _new_stats(a, b, vocab_start)
     rows = Rows(a, b)
     if rows.count == 0:
         return stats
-    shard = _shard_stats(
-        *rows.logits,
-        rows(temperature),
-        vocab_start[0],
-        a.shape[-1],
-        vocab,
-        shard_size,
-        vocab_size,
-    )
-    return shard.view(stats.shape)
+    args = rows(temperature), vocab_start[0], a.shape[-1], sizes
+    return _shard_stats(*rows.logits, *args).view(stats.shape)
 
 
 @kl_div_stats.register_fake
@@ -73,17 +65,16 @@ def _new_stats(a, b, vocab_start) -> Tensor:
 
 
 @kernel
-def _shard_stats(a, b, temperature, start, columns, vocab, shard_size, vocab_size):
-    padding = vocab_size if vocab_size < vocab else None
+def _shard_stats(a, b, temperature, start, columns, sizes):
     dtype = math_dtype(a, b)
-    a, b = (prepare(x, start, padding, dtype) for x in flat(a, b))
+    a, b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
     a = rebase(a, maximum_a.unsqueeze(-1), temperature)
     b = rebase(b, maximum_b.unsqueeze(-1), temperature)
     mass = a.exp()
     cross = torch.where(b == -torch.inf, torch.inf, mass * (a - b))
     cross = sum_columns(torch.where(a == -torch.inf, 0, cross))
-    sound = coverage(a, start, columns, vocab, shard_size, None, vocab_size, None)
+    sound = coverage(a, start, columns, sizes)
     return torch.stack([maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1), cross], -1)
 
 
@@ -124,7 +115,7 @@ def kl_div_backward(
     b: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     to_a: bool,
 ) -> Tensor:
     """The gradient of ``a [*, V_local]`` or of ``b``, for ``grad [*]``."""
@@ -132,11 +123,11 @@ def kl_div_backward(
         return empty_grad(a if to_a else b)
     rows = Rows(a, b)
     row_values = map(rows, (grad, saved, temperature))
-    return _grad(*rows.logits, *row_values, vocab_start[0], vocab_size, to_a).view(a.shape)
+    return _grad(*rows.logits, *row_values, vocab_start[0], sizes, to_a).view(a.shape)
 
 
 @kl_div_backward.register_fake
-def _(grad, saved, a, b, temperature, vocab_start, vocab_size, to_a):
+def _(grad, saved, a, b, temperature, vocab_start, sizes, to_a):
     return empty_grad(a if to_a else b)
 
 
@@ -148,14 +139,14 @@ def kl_div_backward_both(
     b: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``a [*, V_local]`` and ``b``, for ``grad [*]``, in one pass."""
     if a.numel() == 0:
         return empty_grad(a), empty_grad(b)
     rows = Rows(a, b)
     row_values = map(rows, (grad, saved, temperature))
-    grads = _grad_both(*rows.logits, *row_values, vocab_start[0], vocab_size)
+    grads = _grad_both(*rows.logits, *row_values, vocab_start[0], sizes)
     return grads[0].view(a.shape), grads[1].view(b.shape)
 
 
@@ -165,21 +156,21 @@ def _(grad, saved, a, b, *_):
 
 
 @kernel
-def _grad(a, b, grad, saved, temperature, start, vocab_size, to_a):
-    return _grads(a, b, grad, saved, temperature, start, vocab_size)[0 if to_a else 1]
+def _grad(a, b, grad, saved, temperature, start, sizes, to_a):
+    return _grads(a, b, grad, saved, temperature, start, sizes)[0 if to_a else 1]
 
 
 @kernel
-def _grad_both(a, b, grad, saved, temperature, start, vocab_size):
-    return _grads(a, b, grad, saved, temperature, start, vocab_size)
+def _grad_both(a, b, grad, saved, temperature, start, sizes):
+    return _grads(a, b, grad, saved, temperature, start, sizes)
 
 
-def _grads(a, b, grad, saved, temperature, start, vocab_size) -> tuple[Tensor, Tensor]:
+def _grads(a, b, grad, saved, temperature, start, sizes) -> tuple[Tensor, Tensor]:
     maximum_a, log_sum_a, maximum_b, log_sum_b, value = saved.split(1, dim=-1)
     live = (grad != 0) & (value != torch.inf)
     live = live & (maximum_a != -torch.inf) & (maximum_b != -torch.inf)
     dtype = math_dtype(a, b)
-    x_a, x_b = (prepare(x, start, vocab_size, dtype) for x in flat(a, b))
+    x_a, x_b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
     log_p_a = scaled(x_a - maximum_a, temperature) - log_sum_a
     log_p_b = scaled(x_b - maximum_b, temperature) - log_sum_b
     p_a = log_p_a.exp()
@@ -192,21 +183,20 @@ def _grads(a, b, grad, saved, temperature, start, vocab_size) -> tuple[Tensor, T
 
 class KLDiv(PerToken):
     @staticmethod
-    def forward(a, b, temperature, vocab_start, vocab, shard_size, vocab_size, function):
-        stats = kl_div_stats(a, b, temperature, vocab_start, vocab, shard_size, vocab_size)
+    def forward(a, b, temperature, vocab_start, sizes, function):
+        stats = kl_div_stats(a, b, temperature, vocab_start, sizes)
         return kl_div_merge(stats, temperature, function)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        a, b, temperature, vocab_start, vocab, _, vocab_size, function = inputs
-        ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, function, outputs, a, b, temperature, vocab_start)
+        *tensors, ctx.sizes, function = inputs
+        PerToken.save(ctx, function, outputs, *tensors)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, _):
         a, b, temperature, vocab_start, saved = ctx.saved_tensors
-        args = grad, saved, a, b, temperature, vocab_start, ctx.vocab_size
+        args = grad, saved, a, b, temperature, vocab_start, ctx.sizes
         to_a, to_b = ctx.needs_input_grad[:2]
         if to_a and to_b:
             return kl_div_backward_both(*args)

@@ -5,6 +5,8 @@ d/dx_v Σ_k g_k log p[index_k] = Σ_k g_k (1[v = index_k] - p_v)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -67,11 +69,11 @@ def logprobs_backward(
     index: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     ignore_index: int | None,
 ) -> Tensor:
     """The gradient of ``logits [*, V_local]`` for ``grad``, shaped as ``index``."""
-    return _gradient(logits, saved, index, temperature, vocab_start, vocab_size, grad, ignore_index)
+    return _gradient(logits, saved, index, temperature, vocab_start, sizes, grad, ignore_index)
 
 
 @logprobs_backward.register_fake
@@ -87,13 +89,12 @@ def logprobs_backward_(
     index: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     ignore_index: int | None,
 ) -> None:
     """The same, in place of the logits."""
-    _gradient.overwrite(
-        logits, saved, index, temperature, vocab_start, vocab_size, grad, ignore_index
-    )
+    args = logits, saved, index, temperature, vocab_start, sizes
+    _gradient.overwrite(*args, grad, ignore_index)
 
 
 @logprobs_backward_.register_fake
@@ -109,43 +110,20 @@ def _gradient(saved: Tensor, index: Tensor, grad: Tensor, ignore_index: int | No
 
 class _Logprobs(PerToken):
     @staticmethod
-    def forward(
-        logits,
-        index,
-        temperature,
-        vocab_start,
-        vocab,
-        shard_size,
-        vocab_size,
-        ignore_index,
-        inplace_backward,
-    ):
-        stats = softmax_stats(
-            logits,
-            index,
-            temperature,
-            vocab_start,
-            vocab,
-            shard_size,
-            vocab_size,
-            ignore_index,
-            False,
-            False,
-        )
-        return logprobs_merge(stats, index, temperature, vocab_size, ignore_index)
+    def forward(logits, index, temperature, vocab_start, sizes, ignore_index, inplace_backward):
+        stats = softmax_stats(logits, index, temperature, vocab_start, sizes, ignore_index)
+        return logprobs_merge(stats, index, temperature, sizes[-1], ignore_index)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        logits, index, temperature, vocab_start, vocab, _, vocab_size, *options = inputs
-        ctx.ignore_index, ctx.inplace_backward = options
-        ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        PerToken.save(ctx, "logprobs", outputs, logits, index, temperature, vocab_start)
+        *tensors, ctx.sizes, ctx.ignore_index, ctx.inplace_backward = inputs
+        PerToken.save(ctx, "logprobs", outputs, *tensors)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, _):
         *inputs, saved = ctx.saved_tensors
-        args = (grad,), saved, *inputs, ctx.vocab_size, ctx.ignore_index
+        args = (grad,), saved, *inputs, ctx.sizes, ctx.ignore_index
         grad_logits = logits_gradient(ctx, logprobs_backward, logprobs_backward_, *args)
         return (grad_logits,)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -69,12 +71,12 @@ def logprobs_and_entropy_backward(
     index: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     ignore_index: int | None,
 ) -> Tensor:
     """The gradient of ``logits [*, V_local]`` for those of both results; None is none."""
     values = grad_logprobs, grad_entropy, ignore_index
-    return _gradient(logits, saved, index, temperature, vocab_start, vocab_size, *values)
+    return _gradient(logits, saved, index, temperature, vocab_start, sizes, *values)
 
 
 @logprobs_and_entropy_backward.register_fake
@@ -91,21 +93,12 @@ def logprobs_and_entropy_backward_(
     index: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
     ignore_index: int | None,
 ) -> None:
     """The same, in place of the logits."""
-    _gradient.overwrite(
-        logits,
-        saved,
-        index,
-        temperature,
-        vocab_start,
-        vocab_size,
-        grad_logprobs,
-        grad_entropy,
-        ignore_index,
-    )
+    args = logits, saved, index, temperature, vocab_start, sizes
+    _gradient.overwrite(*args, grad_logprobs, grad_entropy, ignore_index)
 
 
 @logprobs_and_entropy_backward_.register_fake
@@ -135,38 +128,15 @@ def _gradient(
 
 class _LogprobsAndEntropy(PerToken):
     @staticmethod
-    def forward(
-        logits,
-        index,
-        temperature,
-        vocab_start,
-        vocab,
-        shard_size,
-        vocab_size,
-        ignore_index,
-        inplace_backward,
-    ):
-        stats = softmax_stats(
-            logits,
-            index,
-            temperature,
-            vocab_start,
-            vocab,
-            shard_size,
-            vocab_size,
-            ignore_index,
-            True,
-            False,
-        )
-        return logprobs_and_entropy_merge(stats, index, temperature, vocab_size, ignore_index)
+    def forward(logits, index, temperature, vocab_start, sizes, ignore_index, inplace_backward):
+        args = logits, index, temperature, vocab_start, sizes, ignore_index
+        stats = softmax_stats(*args, weighted=True)
+        return logprobs_and_entropy_merge(stats, index, temperature, sizes[-1], ignore_index)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        logits, index, temperature, vocab_start, vocab, _, vocab_size, *options = inputs
-        ctx.ignore_index, ctx.inplace_backward = options
-        ctx.vocab_size = vocab_size if vocab_size < vocab else None
-        inputs = logits, index, temperature, vocab_start
-        PerToken.save(ctx, "logprobs_and_entropy", outputs, *inputs, differentiable=2)
+        *tensors, ctx.sizes, ctx.ignore_index, ctx.inplace_backward = inputs
+        PerToken.save(ctx, "logprobs_and_entropy", outputs, *tensors, differentiable=2)
 
     @staticmethod
     @differentiable_once
@@ -180,7 +150,7 @@ class _LogprobsAndEntropy(PerToken):
             grads,
             saved,
             *inputs,
-            ctx.vocab_size,
+            ctx.sizes,
             ctx.ignore_index,
         )
         return (grad_logits,)

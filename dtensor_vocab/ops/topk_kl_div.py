@@ -14,6 +14,9 @@ and d in log(1 - P),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -55,17 +58,15 @@ def topk_kl_div_stats(
     ids: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab: int,
-    shard_size: int,
-    vocab_size: int,
+    sizes: Sequence[int],
 ) -> Tensor:
     """m and s over a shard's tail, then as of ``softmax_stats``: ``[1, *, 5 + K]``."""
     stats = _new_stats(student, ids, vocab_start)
     rows = Rows(student)
     if rows.count == 0:
         return stats
-    sizes = student.shape[-1], vocab, shard_size, vocab_size
-    args = *rows.logits, rows(ids), rows(temperature), vocab_start[0], *sizes
+    values = rows(ids), rows(temperature), vocab_start[0], student.shape[-1], sizes
+    args = *rows.logits, *values
     shard = in_blocks(_shard_stats, args, BLOCK_LOGITS // args[0].shape[-1])
     return shard.view(stats.shape)
 
@@ -85,24 +86,24 @@ BLOCK_LOGITS = 1 << 19
 
 
 @kernel
-def _shard_stats(x, ids, temperature, start, columns, vocab, shard_size, vocab_size):
-    (x,), padding = flat(x), vocab_size if vocab_size < vocab else None
+def _shard_stats(x, ids, temperature, start, columns, sizes):
+    (x,) = flat(x)
     local, owned = local_ids(ids, start, columns)
     (count,) = sum_equal(local, owned.to(math_dtype(x)))
     named = x.gather(-1, local)
     tail = x.scatter(-1, local, torch.where(count > 0, -torch.inf, named))
-    tail = prepare(tail, start, padding)
+    tail = prepare(tail, start, sizes)
     m_tail = tail.amax(-1)
     s_tail = rebase(tail, m_tail.unsqueeze(-1), temperature).exp().sum(-1)
 
-    named = prepare(named, start, padding, column=local)
+    named = prepare(named, start, sizes, column=local)
     named = torch.where(owned, named, -torch.inf)
     maximum = torch.cat([m_tail.unsqueeze(-1), named], -1).amax(-1)
     top = maximum.unsqueeze(-1)
     mass = rebase(named, top, temperature).exp() / count.clamp_min(1)  # each token once
     weight = rebase(m_tail.unsqueeze(-1), top, temperature).exp().squeeze(-1)
     total = mass.sum(-1) + weight * s_tail
-    sound = coverage(named, start, columns, vocab, shard_size, ids, vocab_size, None)
+    sound = coverage(named, start, columns, sizes, ids)
     stats = torch.stack([m_tail, s_tail, maximum, total, sound], -1)
     return torch.cat([stats, torch.where(owned, named, 0)], -1)
 
@@ -139,36 +140,61 @@ def _(stats, teacher_logprobs, *_):
 def _merge(stats, log_q, temperature, reverse, tail):
     softmax = merge_softmax(stats[..., 2:] if tail else stats, temperature)
     norm, log_p = torch.stack([softmax.maximum, softmax.log_sum], -1), softmax.log_p
-    rounding = torch.finfo(log_q.dtype).eps
-    log_q = log_q.to(log_p.dtype)
-
-    value, slope_p, slope_q = _divergence(log_p, log_q, reverse)
-    value, d = value.sum(-1, keepdim=True), torch.zeros_like(norm[..., :1])
-    norm_tail, mass = norm, d
+    value, slope_p, slope_q = _divergence(log_p, log_q.to(log_p.dtype), reverse)
+    value, a = value.sum(-1, keepdim=True), -slope_p.sum(-1, keepdim=True)
+    norm_tail, a_tail = norm, a
     if tail:
-        maximum, total, _ = merge_norm(stats[..., 0], stats[..., 1], temperature)
-        maximum, log_sum = maximum.unsqueeze(-1), total.log().unsqueeze(-1)
-        empty = maximum == -torch.inf
-        norm_tail = torch.where(empty, 0, torch.cat([maximum, log_sum], -1))
-        log_rest_p = scaled(maximum - norm[..., :1], temperature) + (log_sum - norm[..., 1:])
-        # the log q_k say no more of 1 - Q than their rounding lets them
-        rest_q = -torch.expm1(log_q.double().logsumexp(-1, keepdim=True)).to(log_p.dtype)
-        log_rest_q = rest_q.clamp_min(rounding / 16).log()
-        rest, d, slope_rest_q = _divergence(log_rest_p, log_rest_q, reverse)
-        if not reverse:  # the student has no tail: infinite if the teacher has, past its rounding
-            rest = torch.where(empty, torch.where(rest_q > 8 * rounding, torch.inf, 0), rest)
-        d = torch.where(empty, 0, d)
-        mass = torch.where(empty, 0, log_rest_p.exp())
-        slope_rest_q = torch.where(empty, 0, slope_rest_q)
-        slope_q = slope_q - log_q.exp() * (slope_rest_q / log_rest_q.exp())
-        value = (value + rest).clamp_min(0)
-    a = -slope_p.sum(-1, keepdim=True) - d
-    slopes = torch.cat([d + mass * a if tail else a, a, slope_p], -1)
+        rest = _tail(stats, norm, log_q, temperature, reverse)
+        value, norm_tail = (value + rest.value).clamp_min(0), rest.norm
+        a = a - rest.slope_p
+        a_tail, slope_q = rest.slope_p + rest.mass * a, slope_q + rest.slope_q
+    slopes = torch.cat([a_tail, a, slope_p], -1)
     # an infinite row, or one without a student, has no gradient
     off = (value == torch.inf) | (norm[..., :1] == -torch.inf)
     slopes, slope_q = torch.where(off, 0, slopes), torch.where(off, 0, slope_q)
     saved = torch.cat([norm_tail, norm, slopes], -1)
     return value.squeeze(-1), slope_q, saved, softmax.fault
+
+
+class _Tail(NamedTuple):
+    """The bucket of all other tokens, ``[rows, 1]`` each; 0 where the student has none."""
+
+    value: Tensor
+    norm: Tensor
+    """M and log S over it, ``[rows, 2]``."""
+    mass: Tensor
+    """1 - P."""
+    slope_p: Tensor
+    """In log(1 - P)."""
+    slope_q: Tensor
+    """In each log q_k, ``[rows, K]``."""
+
+
+LEAST_TAIL, ROUNDING_OF_TAIL = 1 / 16, 8
+"""In eps of the log q_k, which say no more of 1 - Q than their rounding lets them: what it counts
+as at least, and up to what it may be all rounding."""
+
+
+def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
+    maximum, total, _ = merge_norm(stats[..., 0], stats[..., 1], temperature)
+    maximum, log_sum = maximum.unsqueeze(-1), total.log().unsqueeze(-1)
+    log_p = scaled(maximum - norm[..., :1], temperature) + (log_sum - norm[..., 1:])
+
+    eps = torch.finfo(log_q.dtype).eps
+    q = -torch.expm1(log_q.double().logsumexp(-1, keepdim=True)).to(log_p.dtype)
+    log_rest_q = q.clamp_min(eps * LEAST_TAIL).log()
+    value, slope_p, slope_q = _divergence(log_p, log_rest_q, reverse)
+
+    empty = maximum == -torch.inf
+    if not reverse:  # infinite if the teacher has a tail where the student has none
+        value = torch.where(empty, torch.where(q > eps * ROUNDING_OF_TAIL, torch.inf, 0), value)
+    tail_norm = torch.cat([maximum, log_sum], -1)
+    mass = log_p.exp()
+    tail_norm, mass, slope_p, slope_q = (
+        torch.where(empty, 0, x) for x in (tail_norm, mass, slope_p, slope_q)
+    )
+    slope_q = -log_q.to(log_p.dtype).exp() * (slope_q / log_rest_q.exp())
+    return _Tail(value, tail_norm, mass, slope_p, slope_q)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,10 +215,10 @@ def topk_kl_div_backward(
     ids: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab_size: int | None,
+    sizes: Sequence[int],
 ) -> Tensor:
     """The gradient of ``student [*, V_local]`` for ``grad [*]``."""
-    return _gradient(student, saved, ids, temperature, vocab_start, vocab_size, grad)
+    return _gradient(student, saved, ids, temperature, vocab_start, sizes, grad)
 
 
 @topk_kl_div_backward.register_fake
@@ -215,21 +241,18 @@ class _TopkKLDiv(PerToken):
         ids,
         temperature,
         vocab_start,
-        vocab,
-        shard_size,
-        vocab_size,
+        sizes,
         reverse,
         tail,
     ):
-        args = student, ids, temperature, vocab_start, vocab, shard_size, vocab_size
-        stats = topk_kl_div_stats(*args) if tail else softmax_stats(*args, None, False, False)
-        options = vocab_size, reverse, tail
+        args = student, ids, temperature, vocab_start, sizes
+        stats = topk_kl_div_stats(*args) if tail else softmax_stats(*args, None)
+        options = sizes[-1], reverse, tail
         return topk_kl_div_merge(stats, teacher_logprobs, temperature, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        student, teacher, ids, temperature, vocab_start, vocab, _, vocab_size, *_ = inputs
-        ctx.vocab_size = vocab_size if vocab_size < vocab else None
+        student, teacher, ids, temperature, vocab_start, ctx.sizes, *_ = inputs
         ctx.teacher_dtype = teacher.dtype
         slopes = outputs[1] if ctx.needs_input_grad[1] else None
         inputs = student, ids, temperature, vocab_start, slopes
@@ -241,7 +264,7 @@ class _TopkKLDiv(PerToken):
         *inputs, slopes, saved = ctx.saved_tensors
         to_student = to_teacher = None
         if ctx.needs_input_grad[0]:
-            to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.vocab_size)
+            to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.sizes)
         if ctx.needs_input_grad[1]:
             grad = grad.unsqueeze(-1)
             to_teacher = (slopes * grad).masked_fill(grad == 0, 0).to(ctx.teacher_dtype)

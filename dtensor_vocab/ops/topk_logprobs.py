@@ -6,6 +6,8 @@ as logits, before temperature and normalisation could round two of them to one v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from dtensor_vocab.inputs import check_k, check_logits, check_temperature
 from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.logprobs import logprobs_backward
-from dtensor_vocab.rows import check, scaled
+from dtensor_vocab.rows import check, scaled, without_padding
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 
 __all__ = ["topk_logprobs"]
@@ -30,31 +32,17 @@ def topk_logprobs_stats(
     logits: Tensor,
     temperature: Tensor | None,
     vocab_start: Tensor,
-    vocab: int,
-    shard_size: int,
-    vocab_size: int,
+    sizes: Sequence[int],
     k: int,
 ) -> Tensor:
     """``softmax_stats`` of a shard, its K largest logits and their ids: ``[1, *, 3 + 2 K]``."""
-    softmax = softmax_stats(
-        logits,
-        None,
-        temperature,
-        vocab_start,
-        vocab,
-        shard_size,
-        vocab_size,
-        None,
-        False,
-        False,
-    )
+    softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
     values = softmax.new_full((*logits.shape[:-1], k), -torch.inf)
-    ids = torch.full_like(values, vocab)  # after all real ones, also those that are -inf
+    ids = torch.full_like(values, sizes[0])  # after all real ones, also those that are -inf
     if logits.numel() > 0 and k > 0:
         n = logits.shape[-1]
         found = min(k, n)
-        padding = vocab_size if vocab_size < vocab else None
-        args = *Rows(logits).logits, vocab_start[0], padding, found
+        args = *Rows(logits).logits, vocab_start[0], sizes, found
         largest, columns = in_blocks(_largest, args, BLOCK_LOGITS // n)
         values[..., :found] = largest.view(*logits.shape[:-1], found)
         ids[..., :found] = (columns + vocab_start).view(*logits.shape[:-1], found)
@@ -62,30 +50,18 @@ def topk_logprobs_stats(
 
 
 @topk_logprobs_stats.register_fake
-def _(logits, temperature, vocab_start, vocab, shard_size, vocab_size, k):
-    softmax = softmax_stats(
-        logits,
-        None,
-        temperature,
-        vocab_start,
-        vocab,
-        shard_size,
-        vocab_size,
-        None,
-        False,
-        False,
-    )
+def _(logits, temperature, vocab_start, sizes, k):
+    softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
     return softmax.new_empty((*softmax.shape[:-1], 3 + 2 * k))
 
 
 @kernel
-def _largest(x, start, vocab_size, k):
+def _largest(x, start, sizes, k):
     """The k largest logits of each row and their columns, by value, then by column."""
     (x,) = flat(x)
     n = x.shape[-1]
     column = torch.arange(n, device=x.device)
-    if vocab_size is not None:
-        x = torch.where(column < vocab_size - start, x, -torch.inf)
+    x = without_padding(x, -torch.inf, start, sizes)
     if x.dtype == torch.float64:
         values, columns = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
@@ -163,24 +139,21 @@ def _merge(stats, temperature, k):
 
 class _TopkLogprobs(PerToken):
     @staticmethod
-    def forward(logits, temperature, vocab_start, vocab, shard_size, vocab_size, k):
-        stats = topk_logprobs_stats(
-            logits, temperature, vocab_start, vocab, shard_size, vocab_size, k
-        )
+    def forward(logits, temperature, vocab_start, sizes, k):
+        stats = topk_logprobs_stats(logits, temperature, vocab_start, sizes, k)
         log_p, ids, saved = topk_logprobs_merge(stats, temperature, k)
         return log_p, ids, ids.int(), saved  # not the ids that the caller may edit
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        logits, temperature, vocab_start, vocab, _, vocab_size, _ = inputs
-        ctx.vocab_size = vocab_size if vocab_size < vocab else None
+        logits, temperature, vocab_start, ctx.sizes, _ = inputs
         PerToken.save(ctx, "topk_logprobs", outputs, logits, outputs[2], temperature, vocab_start)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad, *_):
         *inputs, saved = ctx.saved_tensors
-        return (logprobs_backward(grad, saved, *inputs, ctx.vocab_size, None),)
+        return (logprobs_backward(grad, saved, *inputs, ctx.sizes, None),)
 
 
 def topk_logprobs(
