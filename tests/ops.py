@@ -103,6 +103,7 @@ OPS = [
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}, numbers=(8,)),
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}, numbers=(8,)),
 ]
+OP = {str(op): op for op in OPS}
 PAIRS = [op for op in OPS if len(op.logits) == 2]
 WITH_IDS = [op for op in OPS if op.ids_name]
 ROW_BY_ROW = [op for op in OPS if not op.reduces_rows]

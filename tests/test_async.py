@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tests.ops import LOGITS, Op, draw, named
+from tests.ops import LOGITS, OP, Op, draw, named
 from tests.oracle import assert_bytes_equal
 from tests.ranks import distribute, on_mesh
 from tests.step import compiled
@@ -21,7 +21,11 @@ TIMES = 50
 ROWS, VOCAB = 32, 256
 """So many that the op is there before them."""
 
-FEW = [named(name)[-1] for name in ("logprobs", "js_div", "topk_kl_div")]
+FEW = [
+    OP["logprobs(K=3)"],
+    OP["js_div(beta=0.3)"],
+    OP["topk_kl_div(reverse=True,tail=True,K=3)"],
+]
 MOVES = {
     "all-gather": (Shard(0), Replicate()),
     "all-to-all": (Shard(0), Shard(1)),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dtensor_vocab as dv
-from tests.ops import LOGITS, OPS, PAIRS, WITH_IDS, Op, draw, named
+from tests.ops import LOGITS, OP, OPS, PAIRS, WITH_IDS, Op, draw, named
 from tests.ranks import distribute, on_mesh
 from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
 
@@ -30,7 +30,7 @@ def test_step_with_inductor(op: Op, eager_kernels: None) -> None:
     check_step(op, "inductor", None)
 
 
-@pytest.mark.parametrize("op", named("logprobs", "kl_div")[1:3], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs(K=3)"], OP["kl_div"]], ids=str)
 def test_step_with_inductor_for_kernels_too(op: Op) -> None:
     check_step(op, "inductor", None)
 
@@ -86,7 +86,9 @@ def test_two_graphs_for_all_numbers_of_rows_on_ranks(op: Op, eager_kernels: None
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("op", [named("logprobs")[0], named("cross_entropy")[-1]], ids=str)
+@pytest.mark.parametrize(
+    "op", [OP["logprobs"], OP["cross_entropy(reduction=mean,z_loss=0.1)"]], ids=str
+)
 def test_graphs_where_ranks_share_an_odd_number_of_rows(op: Op, eager_kernels: None) -> None:
     with on_mesh((2, 2)) as mesh:
         batches = [
@@ -97,7 +99,7 @@ def test_graphs_where_ranks_share_an_odd_number_of_rows(op: Op, eager_kernels: N
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("op", named("logprobs", "kl_div")[1:], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs(K=3)"], *named("kl_div")], ids=str)
 def test_two_graphs_where_logits_come_from_outside(op: Op, eager_kernels: None) -> None:
     """DTensor logits and plain ids are inputs of the compiled region."""
 
@@ -224,7 +226,7 @@ def test_ids_out_of_range(op: Op, backend: str, training: bool, eager_kernels: N
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("training", [False, True], ids=["forward only", "training"])
-@pytest.mark.parametrize("op", named("logprobs", "cross_entropy")[1:3], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs(K=3)"], OP["cross_entropy(reduction=none)"]], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ids_out_of_range_on_one_rank(
     op: Op, backend: str, training: bool, eager_kernels: None

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dtensor_vocab as dv
 from tests.ops import (
+    OP,
     OPS,
     PAIRS,
     ROW_BY_ROW,
@@ -71,7 +72,7 @@ def test_losses(op: Op, loss: str) -> None:
 
 @eager
 @pytest.mark.parametrize("loss", [*LOSSES, *LOCAL_LOSSES])
-@pytest.mark.parametrize("op", [*named("logprobs")[:1], *named("kl_div")[:1]], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs"], OP["kl_div"]], ids=str)
 def test_losses_with_context_parallel(op: Op, loss: str) -> None:
     check_loss(op, loss, DP_CP_TP, (4, 6))
 
@@ -133,7 +134,7 @@ def test_strided_logits(op: Op, strides: str, layout: Layout | None) -> None:
 
 
 @pytest.mark.parametrize("strides", ["all but the last position", "columns of more"])
-@pytest.mark.parametrize("op", [OPS[0], *named("kl_div")[:1]], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs"], OP["kl_div"]], ids=str)
 def test_strided_logits_compiled(op: Op, strides: str) -> None:
     check(op, strided(op, strides))
 
@@ -167,7 +168,7 @@ def test_strided_upstream(op: Op, strides: str, layout: Layout | None) -> None:
 def test_several_ops_on_the_same_logits(dtype: torch.dtype, view: bool) -> None:
     """One backward adds up; the logits and their version are as they were."""
     ops = [*named("logprobs", "entropy", "kl_div")]
-    inputs = draw(OPS[0], (5, 3), dtype=dtype)
+    inputs = draw(OP["logprobs"], (5, 3), dtype=dtype)
     teacher = draw(PAIRS[0], (5, 3), dtype=dtype)["teacher"]
     cut = slice(1, None) if view else slice(None)
 
@@ -259,7 +260,7 @@ def test_results_may_be_edited_in_place(op: Op, edit: str, layout: Layout | None
     check(op, draw(op), layout, edit=EDITS[edit])
 
 
-@pytest.mark.parametrize("op", named("logprobs", "kl_div")[1:3], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs(K=3)"], OP["kl_div"]], ids=str)
 def test_results_of_compiled_kernels_may_be_edited_in_place(op: Op) -> None:
     check(op, draw(op), edit=EDITS["mul_"])
 
@@ -271,7 +272,7 @@ def test_ids_of_the_result_may_be_edited_in_place() -> None:
     ids.fill_(0)
     value.sum().backward()
     expected = expect(
-        named("topk_logprobs")[0], {"logits": logits.detach()}, [torch.ones(4, 3), None]
+        OP["topk_logprobs(k=3)"], {"logits": logits.detach()}, [torch.ones(4, 3), None]
     )
     assert_gradient(logits.grad, expected.gradients["logits"])
 
@@ -303,7 +304,7 @@ def test_gradient_of_one_of_two_inputs(op: Op, which: int) -> None:
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_two_results_is_used(used: int, layout: Layout | None) -> None:
-    (op,) = named("logprobs_and_entropy")
+    op = OP["logprobs_and_entropy"]
     inputs = draw(op)
     grads = list(expect(op, inputs).grads)
     grads[1 - used] = None

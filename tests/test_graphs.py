@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from tests.graphs import Graphs, calls, ours, short_name
-from tests.ops import OPS, Op, named
+from tests.ops import OP, OPS, Op
 from tests.rank_zero import lone_rank, place
 from tests.ranks import World, on_mesh
 from tests.step import Batch, compiled, draw_batch, loss_of, train
@@ -56,9 +56,9 @@ def capture(op: Op, batch: Batch) -> Graphs:
 # ------------------------------------------------------------------ each op
 
 
-def snapshot(name: str, number: int = 0, constant_teacher: bool = False) -> str:
-    """The graphs of one of the ops of a name, sharded over two ranks."""
-    return str(graphs_of(named(name)[number], constant_teacher=constant_teacher))
+def snapshot(op: str, constant_teacher: bool = False) -> str:
+    """The graphs of an op, sharded over two ranks."""
+    return str(graphs_of(OP[op], constant_teacher=constant_teacher))
 
 
 def test_logprobs() -> None:
@@ -77,7 +77,7 @@ backward:
 
 def test_logprobs_of_k_ids() -> None:
     assert_expected_inline(
-        snapshot("logprobs", 1),
+        snapshot("logprobs(K=3)"),
         """\
 forward:
   softmax_stats
@@ -147,7 +147,7 @@ backward:
 
 def test_js_div() -> None:
     assert_expected_inline(
-        snapshot("js_div"),
+        snapshot("js_div(beta=0.3)"),
         """\
 forward:
   kl_div_stats
@@ -165,7 +165,7 @@ backward:
 
 def test_js_div_to_a_constant_teacher() -> None:
     assert_expected_inline(
-        snapshot("js_div", constant_teacher=True),
+        snapshot("js_div(beta=0.3)", constant_teacher=True),
         """\
 forward:
   kl_div_stats
@@ -183,7 +183,7 @@ backward:
 
 def test_cross_entropy() -> None:
     assert_expected_inline(
-        snapshot("cross_entropy"),
+        snapshot("cross_entropy(reduction=none)"),
         """\
 forward:
   softmax_stats
@@ -197,7 +197,7 @@ backward:
 
 def test_cross_entropy_mean() -> None:
     assert_expected_inline(
-        snapshot("cross_entropy", -1),
+        snapshot("cross_entropy(reduction=mean,z_loss=0.1)"),
         """\
 forward:
   softmax_stats
@@ -211,7 +211,7 @@ backward:
 
 def test_topk_logprobs() -> None:
     assert_expected_inline(
-        snapshot("topk_logprobs"),
+        snapshot("topk_logprobs(k=3)"),
         """\
 forward:
   topk_logprobs_stats
@@ -238,7 +238,7 @@ backward:""",
 
 def test_topk_kl_div() -> None:
     assert_expected_inline(
-        snapshot("topk_kl_div"),
+        snapshot("topk_kl_div(K=3)"),
         """\
 forward:
   softmax_stats
@@ -252,7 +252,7 @@ backward:
 
 def test_topk_kl_div_with_tail() -> None:
     assert_expected_inline(
-        snapshot("topk_kl_div", 1),
+        snapshot("topk_kl_div(tail=True,K=3)"),
         """\
 forward:
   topk_kl_div_stats

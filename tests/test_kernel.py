@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops import OPS, Op, check, draw, expect, named, observe
+from tests.ops import OP, OPS, Op, check, draw, expect, observe
 from tests.oracle import assert_values
 
 ROOT = Path(__file__).parent.parent
@@ -70,8 +70,8 @@ def test_eager_kernels_work_in_blocks(
 
 
 OPTIONS = {
-    "beta": (named("js_div")[0], [0.1, 0.5, 0.9]),
-    "label_smoothing": (named("cross_entropy")[0], [0.1, 0.2, 1.0]),
+    "beta": (OP["js_div(beta=0.3)"], [0.1, 0.5, 0.9]),
+    "label_smoothing": (OP["cross_entropy(reduction=none)"], [0.1, 0.2, 1.0]),
 }
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dtensor_vocab as dv
 from tests import oracle
-from tests.ops import OPS, check, draw, named, tp
+from tests.ops import OP, OPS, check, draw, tp
 from tests.ranks import Collectives, RealRanks, distribute, on_mesh, part
 from tests.test_communication import assert_numbers
 
@@ -173,7 +173,7 @@ WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_wrong_op_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = OPS[0]
+    op = OP["logprobs"]
     check(op, draw(op), tp(2))
     monkeypatch.setattr(dv, "logprobs", WRONG[fault])
     with pytest.raises(AssertionError):
@@ -186,16 +186,16 @@ def test_gathered_logits_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(logits: DTensor, index: Tensor) -> Tensor:
         return real(logits.redistribute(placements=[Replicate()]), index)
 
-    assert_numbers(OPS[0], tp(2), 16)
+    assert_numbers(OP["logprobs"], tp(2), 16)
     monkeypatch.setattr(dv, "logprobs", gather)
     with pytest.raises(AssertionError):
-        assert_numbers(OPS[0], tp(2), 16)
+        assert_numbers(OP["logprobs"], tp(2), 16)
 
 
 @pytest.mark.parametrize("fault", ["value", "gradient", "exact zero"])
 def test_wrong_row_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN for an infinity, NaN for a gradient of 0, or next to nothing for one of exactly 0."""
-    (op, *_) = named("kl_div")
+    op = OP["kl_div"]
     inputs = {"student": torch.zeros(2, 4), "teacher": torch.zeros(2, 4)}
     inputs["student"][0, 1] = -torch.inf
     wrong = {
@@ -211,7 +211,7 @@ def test_wrong_row_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_gradient_rounded_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = OPS[0]
+    op = OP["logprobs"]
     inputs = draw(op, (64,), 24, torch.bfloat16)
     check(op, inputs)
     monkeypatch.setattr(dv, "logprobs", lambda logits, index: real(logits * 1.5 / 1.5, index))

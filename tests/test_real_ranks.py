@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dtensor_vocab as dv
-from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, expect, named, observe, place, tp
+from tests.ops import OP, OPS, WITH_IDS, Layout, Op, check, draw, expect, named, observe, place, tp
 from tests.oracle import assert_gradient, assert_values
 from tests.ranks import World, distribute, from_parts, on_mesh, part, parts
 
@@ -91,7 +91,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 @eager
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses(loss: str) -> None:
-    op = OPS[0]
+    op = OP["logprobs"]
     inputs = draw(op)
     expected = expect(op, inputs, [torch.ones(6)]).gradients["logits"]
     with on_mesh(DP_TP.mesh) as mesh:
@@ -109,7 +109,7 @@ def test_losses(loss: str) -> None:
 @eager
 @pytest.mark.parametrize("bad", [10, -1, 2**31])
 @pytest.mark.parametrize("ids", ["plain", "DTensor"])
-@pytest.mark.parametrize("op", [*WITH_IDS, *named("topk_kl_div")[:1]], ids=str)
+@pytest.mark.parametrize("op", [*WITH_IDS, OP["topk_kl_div(K=3)"]], ids=str)
 def test_bad_id_on_one_rank(op: Op, ids: str, bad: int) -> None:
     """All raise, none waits, and the next call is as any other."""
     inputs = draw(op)
@@ -127,7 +127,7 @@ def test_bad_id_on_one_rank(op: Op, ids: str, bad: int) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("op", named("logprobs")[:1], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs"]], ids=str)
 def test_bad_id_on_one_rank_with_compiled_kernels(op: Op) -> None:
     logits, index = draw(op, vocab=7).values()
     if rank() == 1:
@@ -140,7 +140,7 @@ def test_bad_id_on_one_rank_with_compiled_kernels(op: Op) -> None:
 
 @two_ranks
 @eager
-@pytest.mark.parametrize("op", named("logprobs", "cross_entropy")[1:3], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs(K=3)"], OP["cross_entropy(reduction=none)"]], ids=str)
 def test_another_ignore_index_on_one_rank(op: Op) -> None:
     """Right where no id is either of them; where one is, it is out of range for the other rank."""
     inputs = draw(op)
@@ -230,7 +230,7 @@ def test_ranks_that_disagree_on_the_vocabulary(op: Op) -> None:
 @two_ranks
 @eager
 def test_uneven_shards_with_their_shape_are_exact() -> None:
-    op = OPS[0]
+    op = OP["logprobs"]
     inputs = draw(op, vocab=5)
     with on_mesh((2,)) as mesh:
         local = inputs["logits"].split([3, 2], -1)[rank()].contiguous()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dtensor_vocab as dv
-from tests.ops import OPS, PAIRS, WITH_IDS, Op, draw, named
+from tests.ops import OP, OPS, PAIRS, WITH_IDS, Op, draw, named
 from tests.ranks import Collectives, distribute, from_parts, on_mesh, ranks_here
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
@@ -63,7 +63,7 @@ def test_logits(op: Op, value: Any, kind: type[Exception], got: str) -> None:
         refused(kind, text, op, *with_input(op, name, value))
 
 
-IDS = [(op, op.arguments[-1]) for op in (*WITH_IDS[::2], *named("topk_kl_div")[:1])]
+IDS = [(op, op.arguments[-1]) for op in (*WITH_IDS[::2], OP["topk_kl_div(K=3)"])]
 
 
 @pytest.mark.parametrize("op, name", IDS, ids=lambda x: str(x))
@@ -190,7 +190,7 @@ def test_inplace_backward(op: Op, value: Any) -> None:
     ids=["list", "int64", "shape"],
 )
 def test_teacher_logprobs(value: Any, kind: type[Exception], got: str) -> None:
-    op = named("topk_kl_div")[0]
+    op = OP["topk_kl_div(K=3)"]
     text = rf"^topk_kl_div: expected teacher_logprobs .*{got}"
     refused(kind, text, op, *with_input(op, "teacher_logprobs", value))
 
