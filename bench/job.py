@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import dtensor_vocab as dv
-from bench import full_vocab
+from bench import naive
 from bench.model import Decoder, parallelize
 from bench.text import UNKNOWN, text_ids, windows
 
@@ -92,7 +92,7 @@ class Run:
     ) -> None:
         self.job, self.device, self.mesh, self.replayed = job, device, mesh, replayed
         self.dp = 1 if mesh is None else mesh["dp"].size()
-        self.ops = full_vocab if mesh is None else dv
+        self.ops = naive if mesh is None else dv
         compile = torch.compile(fullgraph=True) if job.compile and mesh is not None else lambda f: f
         self.cross_entropy = functools.partial(compile(cross_entropy), self.ops)
         self.policy_gradient = functools.partial(compile(policy_gradient), self.ops)

@@ -1,7 +1,8 @@
 """The ops as one writes them in PyTorch on the full vocabulary: to compare with, and to check.
 
 Half-precision logits are computed in fp32, as losses usually are. On fp64 logits these functions
-are the reference that every provider's values are checked against.
+are the reference that every provider's values are checked against. The training job on one rank
+uses them too.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ def log_softmax(logits: Tensor) -> Tensor:
     return F.log_softmax(wide, dim=-1)
 
 
-def logprobs(logits: Tensor, index: Tensor) -> Tensor:
-    log_p = log_softmax(logits)
+def logprobs(logits: Tensor, index: Tensor, ignore_index: int = -100) -> Tensor:
+    return _at(log_softmax(logits), index, ignore_index)
+
+
+def _at(log_p: Tensor, index: Tensor, ignore_index: int) -> Tensor:
+    ignored = index == ignore_index
+    ids = index.masked_fill(ignored, 0)
     if index.dim() == log_p.dim():
-        return log_p.gather(-1, index)
-    return log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return log_p.gather(-1, ids).masked_fill(ignored, 0)
+    return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0)
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -30,18 +36,16 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
-def logprobs_and_entropy(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(
+    logits: Tensor, index: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
     log_p = log_softmax(logits)
-    picked = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    return picked, -(log_p.exp() * log_p).sum(-1)
+    return _at(log_p, index, ignore_index), -(log_p.exp() * log_p).sum(-1)
 
 
-def kl_div(student: Tensor, teacher: Tensor) -> Tensor:
-    return _kl(log_softmax(teacher), log_softmax(student))
-
-
-def reverse_kl_div(student: Tensor, teacher: Tensor) -> Tensor:
-    return _kl(log_softmax(student), log_softmax(teacher))
+def kl_div(student: Tensor, teacher: Tensor, *, reverse: bool = False) -> Tensor:
+    log_s, log_t = log_softmax(student), log_softmax(teacher)
+    return _kl(log_s, log_t) if reverse else _kl(log_t, log_s)
 
 
 def js_div(student: Tensor, teacher: Tensor) -> Tensor:

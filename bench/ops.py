@@ -130,7 +130,7 @@ STUDENT, BOTH, NONE = ("student",), ("student", "teacher"), ()
 LOGPROBS = dv.logprobs, naive.logprobs
 JOINT = dv.logprobs_and_entropy, naive.logprobs_and_entropy
 KL = dv.kl_div, naive.kl_div
-REVERSE_KL = partial(dv.kl_div, reverse=True), naive.reverse_kl_div
+REVERSE_KL = [partial(op, reverse=True) for op in KL]
 CROSS_ENTROPY = partial(dv.cross_entropy, reduction="none"), naive.cross_entropy
 TOPK = partial(dv.topk_logprobs, k=K), partial(naive.topk_logprobs, k=K)
 TOPK_KL = partial(dv.topk_kl_div, tail=True), naive.topk_kl_div

@@ -23,7 +23,7 @@ __all__ = [
     "assert_async",
     "compile_is_disabled",
     "in_func_transform",
-    "own",
+    "non_view",
     "register_placements",
     "tensor_arguments",
 ]
@@ -38,7 +38,9 @@ CompileError = torch._dynamo.exc.TorchDynamoException
 """What ``torch.compile(fullgraph=True)`` raises when it can't make a kernel."""
 
 Placements = Sequence[tuple[Placement, ...] | None]
-PlacementRule = Callable[[Sequence[DTensorSpec | None]], tuple[Placements, Placements]]
+PlacementRule = Callable[
+    [Sequence[DTensorSpec | None]], tuple[Placements, Sequence[tuple[Placement, ...]]]
+]
 
 
 def tensor_arguments(op: torch.library.CustomOpDef) -> list[bool]:
@@ -67,7 +69,7 @@ def register_placements(op: torch.library.CustomOpDef, rule: PlacementRule) -> N
             for placements, spec in zip(inputs, given, strict=True)
             if placements is not None and spec is not None
         ]
-        produced = tuple(DTensorSpec(mesh, placements) for placements in outputs if placements)
+        produced = tuple(DTensorSpec(mesh, placements) for placements in outputs)
         return OpStrategy(
             [
                 OpSpec(
@@ -78,7 +80,8 @@ def register_placements(op: torch.library.CustomOpDef, rule: PlacementRule) -> N
             ]
         )
 
-    # Whatever is no tensor can change the output's shape, so all of it is part of the cache key.
+    # DTensor caches outputs' shapes by the arguments from here on: by all that are no tensors, so
+    # that none which changes a shape is missed.
     info = RuntimeSchemaInfo(is_tensor.index(False) if False in is_tensor else len(is_tensor))
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op._opoverload, strategy, info)
 
@@ -93,6 +96,6 @@ def in_func_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def own(x: Tensor) -> Tensor:
+def non_view(x: Tensor) -> Tensor:
     """``x``, which nobody else holds, as a tensor that is no view."""
     return torch.ops.aten._unsafe_view(x, x.shape)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_vocab._private import in_func_transform
 
-__all__ = ["PerToken", "differentiable_once", "logits_gradient", "received"]
+__all__ = ["PerToken", "differentiable_once", "empty_grad", "logits_gradient", "received"]
 
 
 class PerToken(torch.autograd.Function):
@@ -86,7 +86,7 @@ def logits_gradient(
 
 
 class _Once(torch.autograd.Function):
-    """The identity, an error backward."""
+    """Identity whose backward raises."""
 
     generate_vmap_rule = True
 
@@ -112,3 +112,8 @@ def received(grad: Tensor | None, logits: Tensor) -> Tensor | None:
     In compiled code, a result that is not used brings a plain tensor where its own are DTensors.
     """
     return grad if isinstance(grad, DTensor) == isinstance(logits, DTensor) else None
+
+
+def empty_grad(logits: Tensor) -> Tensor:
+    """The gradient's buffer: contiguous, whatever the strides of the logits."""
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_vocab.rows import Sizes, math_dtype
 
@@ -28,7 +29,7 @@ __all__ = [
     "check_temperature",
 ]
 
-MOST_COLUMNS = 1 << 24
+MAX_COLUMNS = 1 << 24
 LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -81,9 +82,9 @@ def _check_one(function: str, logits: Tensor, name: str) -> int | None:
         raise ValueError(
             f"{function}: expected {name} of shape [*, V] with V > 0, got {tuple(logits.shape)}"
         )
-    if logits.shape[-1] > MOST_COLUMNS and logits.dtype != torch.float64:
+    if logits.shape[-1] > MAX_COLUMNS and logits.dtype != torch.float64:
         raise ValueError(
-            f"{function}: expected {name} of at most {MOST_COLUMNS} columns, whose ids fp32 can "
+            f"{function}: expected {name} of at most {MAX_COLUMNS} columns, whose ids fp32 can "
             f"hold, got {logits.shape[-1]}"
         )
     return _vocab_mesh_dim(function, logits, name) if isinstance(logits, DTensor) else None
@@ -114,8 +115,8 @@ def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
     return found
 
 
-def _shards_vocab(placement: Shard, logits: Tensor) -> bool:
-    return placement.dim % logits.dim() == logits.dim() - 1
+def _shards_vocab(placement: Placement, logits: Tensor) -> bool:
+    return isinstance(placement, Shard) and placement.dim % logits.dim() == logits.dim() - 1
 
 
 def check_teacher(function: str, teacher: Tensor, student: Tensor) -> None:
@@ -192,7 +193,7 @@ def check_bool(function: str, value: bool, name: str) -> None:
 
 def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
     _check_int(function, k, "k")
-    most = vocabulary.sizes.tokens
+    most = vocabulary.sizes.vocab_size
     if not 0 <= k <= most:
         raise ValueError(
             f"{function}: expected 0 <= k <= {most}, the size of the vocabulary, got {k}"
@@ -244,7 +245,7 @@ def check_row_values(
     A plain tensor beside DTensor logits is the same global tensor on all ranks.
     """
     by_rows = isinstance(logits, DTensor) and any(
-        isinstance(p, Shard) and not _shards_vocab(p, logits) for p in logits.placements
+        p.is_shard() and not _shards_vocab(p, logits) for p in logits.placements
     )
     if by_rows and not isinstance(values, DTensor):
         raise ValueError(
@@ -272,14 +273,16 @@ def check_row_values(
                 f"on {values.device_mesh}"
             )
         return values
-    if isinstance(values, DTensor):
-        if values.device_mesh != logits.device_mesh:
-            raise ValueError(
-                f"{function}: expected {name} on the mesh of the logits, {logits.device_mesh}, "
-                f"got {values.device_mesh}"
-            )
-        return values
-    return _replicated(values, logits)
+    if not isinstance(values, DTensor):
+        return _replicated(values, logits)
+    if values.device_mesh != logits.device_mesh:
+        raise ValueError(
+            f"{function}: expected {name} on the mesh of the logits, {logits.device_mesh}, "
+            f"got {values.device_mesh}"
+        )
+    wanted = [Replicate() if _shards_vocab(p, logits) else p for p in logits.placements]
+    # here, once, or each operator that takes them would
+    return values if values.placements == tuple(wanted) else values.redistribute(placements=wanted)
 
 
 def _replicated(values: Tensor, logits: DTensor) -> DTensor:

@@ -30,7 +30,7 @@ BLOCK_ELEMENTS = 1 << 18
 def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``fn``, pure tensor code without data-dependent control, to run as one kernel.
 
-    Its first argument are logits as :class:`Rows` gives them, which it flattens by :func:`flat`.
+    The leading arguments are logits as :class:`Rows` gives them, which it flattens by :func:`flat`.
     The other tensors and the results have the rows as their first dim, 0-d tensors apart. A float
     arrives as a 0-d tensor.
     """
@@ -47,14 +47,15 @@ def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
-        args = tuple(_as_kernels_take_it(arg, args[0].device) for arg in args)
+        args = tuple(_normalize(arg, args[0].device) for arg in args)
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
             if args[0].numel() == 0:
                 return fn(*args)
-            choice = _choice()
-            key = (choice, torch.is_inference_mode_enabled(), *map(_variant, args))
+            backend = _backend()
+            # a graph that was made of inference tensors does not serve others
+            key = (backend, torch.is_inference_mode_enabled(), *map(_variant, args))
             if key not in variants:
-                compiled = _compile(fn) if choice == "inductor" else None
+                compiled = _compile(fn) if backend == "inductor" else None
                 variants[key] = compiled or functools.partial(eagerly, fn)
             try:
                 return variants[key](*args)
@@ -150,11 +151,11 @@ def _take(args: Sequence[Any], first: int, entries: int, drop: bool = False) -> 
     return tuple(map(part, args))
 
 
-def _choice() -> str:
-    choice = os.environ.get("DTENSOR_VOCAB_KERNELS", "inductor")
-    if choice not in ("inductor", "eager"):
-        raise ValueError(f"DTENSOR_VOCAB_KERNELS: expected inductor or eager, got {choice!r}")
-    return choice
+def _backend() -> str:
+    backend = os.environ.get("DTENSOR_VOCAB_KERNELS", "inductor")
+    if backend not in ("inductor", "eager"):
+        raise ValueError(f"DTENSOR_VOCAB_KERNELS: expected inductor or eager, got {backend!r}")
+    return backend
 
 
 def _compile(fn: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -169,7 +170,7 @@ def _compile(fn: Callable[..., Any]) -> Callable[..., Any] | None:
     return torch.compile(copy, dynamic=True, fullgraph=True)
 
 
-def _as_kernels_take_it(arg: Any, device: torch.device) -> Any:
+def _normalize(arg: Any, device: torch.device) -> Any:
     """A float as a 0-d tensor: one kernel serves all values of an option. A list as a tuple."""
     if type(arg) is float:
         return torch.full((), arg, dtype=torch.float64, device=device)
@@ -179,7 +180,7 @@ def _as_kernels_take_it(arg: Any, device: torch.device) -> Any:
 
 
 def _variant(arg: Any) -> Any:
-    """What of an argument a compiled kernel is specialised to."""
+    """What a compiled kernel is specialised to: of numbers, Dynamo makes constants of 0 and 1."""
     if isinstance(arg, Tensor):
         sizes = tuple(min(size, 2) for size in arg.shape)
         strides = tuple(min(stride, 2) for stride in arg.stride())

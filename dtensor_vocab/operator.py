@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_vocab._private import DTensorSpec, own, register_placements, tensor_arguments
+from dtensor_vocab._private import DTensorSpec, non_view, register_placements, tensor_arguments
 
 __all__ = ["operator"]
 
@@ -79,17 +79,14 @@ def operator(
 
 
 def _without_views(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, with results that autograd does not take for views of what they were made from.
-
-    It would refuse to let the caller edit them in place.
-    """
+    """``fn`` with results that are not views, which autograd would not let the caller edit."""
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         results = fn(*args, **kwargs)
         if isinstance(results, Tensor):
-            return own(results)
-        return results if results is None else tuple(map(own, results))
+            return non_view(results)
+        return results if results is None else tuple(map(non_view, results))
 
     return run
 
@@ -136,7 +133,8 @@ def _vmap(
     roles = iter(inputs)
     batched: list[Any] = []
     rows: tuple[int, ...] = ()
-    for arg, dim, wanted in zip(args, in_dims, tensor_arguments(op), strict=True):
+    # torch leaves out arguments that have their default, the last ones
+    for arg, dim, wanted in zip(args, in_dims, tensor_arguments(op), strict=False):
         role = next(roles) if wanted else None
         if not isinstance(arg, Tensor) or role == "start":
             batched.append(arg)

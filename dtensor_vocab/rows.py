@@ -17,18 +17,20 @@ from dtensor_vocab._private import assert_async
 
 __all__ = [
     "Sizes",
-    "check",
-    "counted",
+    "assert_sound",
     "coverage",
     "fault",
     "local_ids",
+    "log_prob",
     "math_dtype",
     "merge_norm",
+    "not_ignored",
     "pick",
     "prepare",
     "rebase",
     "scaled",
     "sum_columns",
+    "sum_equal",
     "without_padding",
 ]
 
@@ -42,7 +44,7 @@ class Sizes(NamedTuple):
     """Columns of the logits, over all shards."""
     shard: int
     """Columns of a full shard."""
-    tokens: int
+    vocab_size: int
     """Columns that are tokens; the rest is padding."""
 
 
@@ -70,22 +72,34 @@ def prepare(
 def without_padding(
     x: Tensor, filler: float, start: Tensor, sizes: Sequence[int], column: Tensor | None = None
 ) -> Tensor:
-    columns, _, tokens = sizes
-    if not tokens < columns:  # "==" would make one symbol of the two, which Inductor loses
+    """``x`` with ``filler`` in place of the columns from ``vocab_size`` on."""
+    columns, _, vocab_size = sizes
+    # Not "==": a guard that two sizes are equal makes one symbol of them, and Inductor then emits
+    # code that still has the other.
+    if not vocab_size < columns:
         return x
     if column is None:
         column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    return torch.where(column < tokens - start, x, filler)
+    return torch.where(column < vocab_size - start, x, filler)
 
 
 def scaled(x: Tensor, temperature: Tensor | None) -> Tensor:
-    """``x / temperature``, of differences of logits: of logits it would round what they share."""
+    """``x / temperature``.
+
+    For differences of logits only: dividing the logits themselves would round away the digits that
+    a large common offset leaves them.
+    """
     return x if temperature is None else x / temperature.to(x.dtype)
 
 
 def rebase(x: Tensor, maximum: Tensor, temperature: Tensor | None) -> Tensor:
-    """``(x - maximum) / temperature`` where nothing (-inf) less nothing is nothing, not NaN."""
+    """``(x - maximum) / temperature``, with -inf - (-inf) taken as -inf instead of NaN."""
     return scaled(x - torch.where(maximum == -torch.inf, 0, maximum), temperature)
+
+
+def log_prob(x: Tensor, maximum: Tensor, log_sum: Tensor, temperature: Tensor | None) -> Tensor:
+    """``log p = (x - M) / T - log S``."""
+    return scaled(x - maximum, temperature) - log_sum
 
 
 def merge_norm(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,12 +110,11 @@ def merge_norm(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tensor
 
 
 def sum_columns(terms: Tensor) -> Tensor:
-    """The sum of each row, in fp64: a plain loop over 1e5 terms in fp32 loses a digit."""
+    """The sum of each row in fp64: a loop over 1e5 terms in fp32 would lose a digit."""
     return terms.sum(-1, dtype=torch.float64).to(terms.dtype)
 
 
-def counted(index: Tensor, ignore_index: int | None) -> Tensor:
-    """Which ids are not to be ignored."""
+def not_ignored(index: Tensor, ignore_index: int | None) -> Tensor:
     return (
         torch.ones_like(index, dtype=torch.bool) if ignore_index is None else index != ignore_index
     )
@@ -120,6 +133,20 @@ def pick(logits: Tensor, index: Tensor, start: Tensor, columns: int) -> Tensor:
     return torch.where(owned, logits.gather(-1, local).to(math_dtype(logits)), 0)
 
 
+def sum_equal(keys: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """For each of the K entries of a row, the sums of ``values`` over the entries of equal key."""
+    if keys.shape[-1] == 1:
+        return values
+    ordered, order = keys.sort(dim=-1, stable=True)
+    first = torch.searchsorted(ordered, keys)
+    last = torch.searchsorted(ordered, keys, right=True)
+    sums = []
+    for value in values:
+        total = torch.nn.functional.pad(value.double().gather(-1, order).cumsum(-1), (1, 0))
+        sums.append((total.gather(-1, last) - total.gather(-1, first)).to(value.dtype))
+    return tuple(sums)
+
+
 def coverage(
     x: Tensor,
     start: Tensor,
@@ -128,35 +155,34 @@ def coverage(
     index: Tensor | None = None,
     ignore_index: int | None = None,
 ) -> Tensor:
-    """One number a row that proves, merged, that the row of a shard of ``columns`` is sound.
+    """A check value per row: how many columns this shard, of ``columns``, believes there are.
 
-    It is the number of columns of the whole vocabulary, as this shard knows it: shards that
-    agree on it, and have the size that it gives them, cover the vocabulary exactly once. It is
-    NaN where the size is another, and -inf where an id of the row is out of range.
+    Shards that agree on it, and have the size that it gives them, cover the vocabulary exactly
+    once. It is NaN if the shard has another size, and -inf if an id of the row is out of range.
     """
-    total, shard_size, tokens = sizes
+    total, shard_size, vocab_size = sizes
     expected = (total - start).clamp(0, shard_size)
     number = torch.where(expected == columns, total, torch.nan).to(x.dtype).expand(x.shape[:-1])
     if index is None:
         return number
-    in_range = (index >= 0) & (index < tokens)
-    bad = counted(index, ignore_index) & ~in_range
+    in_range = (index >= 0) & (index < vocab_size)
+    bad = not_ignored(index, ignore_index) & ~in_range
     return torch.where(bad.any(-1), -torch.inf, number)
 
 
 def fault(covered: Tensor) -> Tensor:
-    """What is wrong with each row, from the coverage ``[rows, shards]`` that the shards gave."""
+    """What is wrong with each row, from the shards' ``coverage [rows, shards]``; 0 is nothing."""
     layout = torch.where((covered != covered[..., :1]).any(-1), BAD_LAYOUT, 0)
     return torch.where((covered == -torch.inf).any(-1), BAD_ID, layout).to(torch.int8)
 
 
-def check(
+def assert_sound(
     function: str, faults: Tensor, vocab_size: int | None = None, ignore_index: int | None = None
 ) -> None:
-    """Raises, on the device and without waiting for it, where a row is at fault.
+    """Asserts on the device, without the host waiting, that no row is at fault.
 
     ``faults [rows]`` comes from what the collective carried, so all ranks raise alike.
-    ``vocab_size`` is for ops that take ids.
+    ``vocab_size`` is given by ops that take ids.
     """
     if vocab_size is not None:
         ignored = "" if ignore_index is None else f" or id == ignore_index ({ignore_index})"

@@ -27,7 +27,7 @@ from tests.ops import (
     place,
     tp,
 )
-from tests.oracle import assert_bytes_equal, assert_gradient, assert_parts
+from tests.oracle import assert_bytes_equal, assert_gradient, assert_parts, assert_values
 from tests.ranks import distribute, on_mesh, part, parts
 
 eager = pytest.mark.usefixtures("eager_kernels")
@@ -309,6 +309,22 @@ def test_one_of_two_results_is_used(used: int, layout: Layout | None) -> None:
     grads = list(expect(op, inputs).grads)
     grads[1 - used] = None
     check(op, inputs, layout, grads)
+
+
+@eager
+def test_one_of_two_results_is_summed_then_the_other() -> None:
+    """Their gradients come replicated; torch 2.11 takes (grad, None) and (None, grad) for one."""
+    op = OP["logprobs_and_entropy"]
+    inputs = draw(op, (4,))
+    for used in (0, 1, 0):
+        leaf = inputs["logits"].double().requires_grad_()
+        op.oracle(leaf, inputs["index"])[used].sum().backward()
+        with on_mesh(DP_TP.mesh) as mesh:
+            placed = [place(n, x, mesh, DP_TP, inputs) for n, x in inputs.items()]
+            op(placed[0].requires_grad_(), placed[1])[used].sum().backward()
+        for rank, local in parts(placed[0].grad).items():
+            expected = part(leaf.grad, DP_TP.mesh, DP_TP.placements, rank)
+            assert_values(local, expected)
 
 
 # ------------------------------------------------------------------ numerically, and only once

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, expect, named, place, tp
 from tests.oracle import assert_values
-from tests.ranks import distribute, on_mesh, part, parts
+from tests.ranks import Collectives, distribute, on_mesh, part, parts
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
 
@@ -133,13 +133,22 @@ def test_plain_ids_stand_for_the_same_on_every_rank(op: Op) -> None:
 @pytest.mark.parametrize("op", TAKES_IDS, ids=str)
 @pytest.mark.parametrize("placements", [(S0, S0), (R, S0), (R, R)], ids=str)
 def test_ids_that_lie_otherwise_are_moved(op: Op, placements: tuple[Placement, ...]) -> None:
-    """Rows that are sharded as those of the logits are not: the values are the same."""
+    """Once: no operator after them moves them again."""
     inputs = draw(op, (8,))
     (expected, *_) = expect(op, inputs).outputs
     with on_mesh((2, 2)) as mesh:
-        logits = distribute(inputs[op.logits[0]], mesh, DP_TP.placements)
+        logits = distribute(inputs[op.logits[0]], mesh, DP_TP.placements).requires_grad_()
         rows = [distribute(x, mesh, placements) for x in list(inputs.values())[1:]]
-        (out, *_) = op(logits, *rows)
+        with Collectives() as of_rows:
+            for x in rows:
+                x.redistribute(placements=(S0, R))
+        with Collectives() as forward:
+            (out, *_) = op(logits, *rows)
+        with Collectives() as backward:
+            out.sum().backward()
+    sums = 2 if op.reduces_rows else 0
+    assert len(forward.seen) == len(of_rows.seen) + len(op.numbers) + sums
+    assert not backward.seen
     wanted = (S0, R) if expected.dim() else (R, R)
     for rank, local in parts(out).items():
         assert_values(local.detach(), part(expected, (2, 2), wanted, rank))

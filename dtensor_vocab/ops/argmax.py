@@ -10,7 +10,7 @@ from torch import Tensor
 from dtensor_vocab.inputs import check_logits
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, coverage, fault, math_dtype, prepare
+from dtensor_vocab.rows import assert_sound, coverage, fault, math_dtype, prepare
 
 __all__ = ["argmax"]
 
@@ -51,7 +51,7 @@ def _shard_stats(logits, start, columns, sizes):
 def argmax_merge(stats: Tensor) -> Tensor:
     """``stats [shards, *, 3]`` to ids ``[*]``."""
     ids, faults = _merge(stats_per_row(stats))
-    check("argmax", faults)
+    assert_sound("argmax", faults)
     return ids.view(stats.shape[1:-1])
 
 
@@ -80,16 +80,17 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
     Returns:
         ids ``[*]``, int64; placed as the result of :func:`entropy`.
 
-    Communication: one all-gather of 3 numbers a row over the vocabulary's mesh dim, none where V
+    Communication: one all-gather of 3 numbers per row over the vocabulary's mesh dim, none where V
     is not sharded over several ranks.
 
     Rows: 0 for a row that is wholly -inf, the first NaN's id where there is one.
 
     Raises:
-        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
-            or options out of bounds. Both before anything is communicated, alike on all ranks.
-        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
-            device, which does not wait for it.
+        TypeError: if an argument has an unsupported type or dtype.
+        ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
+            unless the logits are fp64. Like TypeError, on every rank before any communication.
+        RuntimeError: if the shards do not fit together on any rank.
+            Raised on every rank by an asynchronous assertion on the device.
     """
     vocabulary = check_logits("argmax", logits, vocab_size)
     return argmax_merge(argmax_stats(logits, *vocabulary))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
+from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad, logits_gradient
 from dtensor_vocab.inputs import (
     check_float,
     check_ids,
@@ -25,14 +25,9 @@ from dtensor_vocab.inputs import (
 )
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, counted, scaled
-from dtensor_vocab.softmax import (
-    Coefficients,
-    SoftmaxGradient,
-    empty_grad,
-    merge_softmax,
-    softmax_stats,
-)
+from dtensor_vocab.rows import assert_sound, not_ignored, scaled
+from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["cross_entropy"]
 
@@ -49,6 +44,7 @@ def cross_entropy_merge(
 ) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to the losses ``[*]`` and (M, log S, lse) ``[*, 3]``."""
     rows = Rows(stats[0])
+    # 0 as None: inside of a kernel a float is a tensor, whose value is not known
     loss, saved, faults = _merge(
         stats_per_row(stats),
         rows(target),
@@ -57,7 +53,7 @@ def cross_entropy_merge(
         label_smoothing or None,
         z_loss or None,
     )
-    check("cross_entropy", faults, vocab_size, ignore_index)
+    assert_sound("cross_entropy", faults, vocab_size, ignore_index)
     return loss.view(target.shape), saved.view(*target.shape, 3)
 
 
@@ -75,7 +71,7 @@ def _merge(stats, target, temperature, ignore_index, label_smoothing, z_loss):
         loss = (1 - label_smoothing) * loss - label_smoothing * softmax.mean_log_p
     if z_loss is not None:
         loss = loss + z_loss * lse.square()
-    loss = torch.where(counted(target.squeeze(-1), ignore_index), loss, 0)
+    loss = torch.where(not_ignored(target.squeeze(-1), ignore_index), loss, 0)
     return loss, torch.stack([softmax.maximum, softmax.log_sum, lse], -1), softmax.fault
 
 
@@ -135,7 +131,7 @@ def _gradient(
     z_loss: Tensor | None,
     vocab_size: int,
 ) -> Coefficients:
-    grad = a = torch.where(counted(target, ignore_index), grad, 0)
+    grad = a = torch.where(not_ignored(target, ignore_index), grad, 0)
     if z_loss is not None:
         a = torch.where(grad == 0, 0, grad * (1 + 2 * z_loss * saved[..., 2:3]))
     if label_smoothing is None:
@@ -194,30 +190,32 @@ def cross_entropy(
     log Σ_v e^(x_v), ``-(1 - ε) log p_y - ε/n Σ_v log p_v + ζ lse²``; gradient
     ``p_v (1 + 2 ζ lse) - (1 - ε) 1[v = y] - ε/n``.
 
-    Same as ``F.cross_entropy(logits.float(), target, ...)`` on the full vocabulary, of
-    ``logits[..., :vocab_size]`` where padded, plus the z-loss. (z-loss: Chowdhery et al., PaLM,
-    https://arxiv.org/abs/2204.02311, section 5.)
+    Same as ``F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), ...)`` on the full
+    vocabulary, of ``logits[..., :vocab_size]`` where padded, plus the z-loss; but the mean over no
+    valid target is 0. (z-loss: Chowdhery et al., https://arxiv.org/abs/2204.02311, section 5.)
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         target: ids ``[*]``, int32 or int64, as ``index`` of :func:`logprobs`.
         ignore_index: targets equal to it have loss 0 without a gradient; None ignores nothing.
         reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the targets that are not ignored, both
-            over all rows of all ranks. The mean over no target is 0.
+            over all rows of all ranks.
         label_smoothing: 0 <= ε <= 1.
         z_loss: ζ >= 0.
-        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
-            ``target``. The softmax is of logits / temperature, gradients are for the logits.
-        vocab_size: columns from it on are padding: probability and gradient 0.
-        inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
-            backward raises (torch's "modified by an inplace operation"). Under
-            ``torch.compile`` and in ``torch.func`` the gradient is a new tensor all the same.
+        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
+            row, placed as ``target``. The softmax is of ``logits / temperature``; gradients
+            are with respect to ``logits``, and none flows to the temperature.
+        vocab_size: number of columns that are tokens. The columns after them are padding, with
+            probability 0 and gradient 0, and ids of padding are out of range. Default: V.
+        inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
+            for its own backward then raises autograd's "modified by an inplace operation". Under
+            ``torch.compile`` and ``torch.func`` the gradient is a new tensor all the same.
 
     Returns:
         fp32 (fp64 for fp64 logits). ``"none"``: ``[*]``, placed as that of :func:`logprobs`. Else a
         scalar, ``Replicate()`` on every mesh dim.
 
-    Communication: one all-gather of 4 numbers a row (6 with label smoothing) over the
+    Communication: one all-gather of 4 numbers per row (6 with label smoothing) over the
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
     ``"sum"`` and ``"mean"`` all-reduce one and two scalars over the mesh dims that shard leading
     dims.
@@ -226,10 +224,11 @@ def cross_entropy(
     of :func:`logprobs`.
 
     Raises:
-        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
-            or options out of bounds. Both before anything is communicated, alike on all ranks.
-        RuntimeError: on every rank, for an id out of range on any of them or shards that do not fit
-            together; by an assertion on the device, which does not wait for it.
+        TypeError: if an argument has an unsupported type or dtype.
+        ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
+            unless the logits are fp64. Like TypeError, on every rank before any communication.
+        RuntimeError: if an id is out of range or the shards do not fit together on any rank.
+            Raised on every rank by an asynchronous assertion on the device.
     """
     name = "cross_entropy"
     vocabulary = check_logits(name, logits, vocab_size)
@@ -256,7 +255,7 @@ def cross_entropy(
     total = _everywhere(loss.sum())
     if reduction == "sum":
         return total
-    return total / _everywhere(counted(target, ignore_index).sum()).clamp(min=1)
+    return total / _everywhere(not_ignored(target, ignore_index).sum()).clamp(min=1)
 
 
 def _everywhere(total: Tensor) -> Tensor:

@@ -10,18 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
+from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad, logits_gradient
 from dtensor_vocab.inputs import check_inplace_backward, check_logits, check_temperature
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check
-from dtensor_vocab.softmax import (
-    Coefficients,
-    SoftmaxGradient,
-    empty_grad,
-    merge_softmax,
-    softmax_stats,
-)
+from dtensor_vocab.rows import assert_sound
+from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["entropy"]
 
@@ -30,7 +25,7 @@ __all__ = ["entropy"]
 def entropy_merge(stats: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to H ``[*]`` and (M, log S, H) ``[*, 3]``."""
     value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
-    check("entropy", faults)
+    assert_sound("entropy", faults)
     rows = stats.shape[1:-1]
     return value.view(rows), saved.view(*rows, 3)
 
@@ -127,16 +122,18 @@ def entropy(
     e^(x_v - M) (x_v - M); gradient ``-p_v (log p_v + H)``.
 
     Same as ``torch.distributions.Categorical(logits=logits.float()).entropy()`` on the full
-    vocabulary, but for -inf logits, which contribute 0.
+    vocabulary.
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
-            the result. The softmax is of logits / temperature, gradients are for the logits.
-        vocab_size: columns from it on are padding: probability and gradient 0.
-        inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
-            backward raises (torch's "modified by an inplace operation"). Under
-            ``torch.compile`` and in ``torch.func`` the gradient is a new tensor all the same.
+        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
+            row, placed as the result. The softmax is of ``logits / temperature``; gradients
+            are with respect to ``logits``, and none flows to the temperature.
+        vocab_size: number of columns that are tokens. The columns after them are padding, with
+            probability 0 and gradient 0, and ids of padding are out of range. Default: V.
+        inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
+            for its own backward then raises autograd's "modified by an inplace operation". Under
+            ``torch.compile`` and ``torch.func`` the gradient is a new tensor all the same.
 
     Returns:
         ``[*]``, fp32 (fp64 for fp64 logits), never negative; a DTensor where the logits are one:
@@ -149,17 +146,18 @@ def entropy(
     ``Replicate()``                     ``Replicate()``
     ==================================  =====================================
 
-    Communication: one all-gather of 4 numbers a row over the vocabulary's mesh dim forward, none
+    Communication: one all-gather of 4 numbers per row over the vocabulary's mesh dim forward, none
     backward, none where V is not sharded over several ranks.
 
     Rows: NaN for a row that is wholly -inf (its gradient is 0) or that holds NaN or +inf (its
     gradient is NaN). Gradient exactly 0 where the upstream one is 0, whatever the row holds.
 
     Raises:
-        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
-            or options out of bounds. Both before anything is communicated, alike on all ranks.
-        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
-            device, which does not wait for it.
+        TypeError: if an argument has an unsupported type or dtype.
+        ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
+            unless the logits are fp64. Like TypeError, on every rank before any communication.
+        RuntimeError: if the shards do not fit together on any rank.
+            Raised on every rank by an asynchronous assertion on the device.
     """
     vocabulary = check_logits("entropy", logits, vocab_size)
     temperature = check_temperature("entropy", temperature, logits)

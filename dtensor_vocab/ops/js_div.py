@@ -15,21 +15,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
 from dtensor_vocab.inputs import check_float, check_logits, check_teacher, check_temperature
-from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
+from dtensor_vocab.pair_gradient import PairGradient, gradients_of_pair, log_probs
 from dtensor_vocab.rows import (
-    check,
+    assert_sound,
     fault,
-    math_dtype,
     merge_norm,
-    prepare,
-    scaled,
     sum_columns,
 )
-from dtensor_vocab.softmax import empty_grad
 
 __all__ = ["js_div"]
 
@@ -38,7 +35,7 @@ __all__ = ["js_div"]
 def js_div_normalize(stats: Tensor, temperature: Tensor | None) -> Tensor:
     """``stats [shards, *, 6]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
     norms, faults = _normalize(stats_per_row(stats), Rows(stats[0])(temperature))
-    check("js_div", faults)
+    assert_sound("js_div", faults)
     return norms.view(*stats.shape[1:-1], 4)
 
 
@@ -86,23 +83,19 @@ def _new_stats(student, norms, vocab_start) -> Tensor:
 
 @kernel
 def _terms(student, teacher, norms, temperature, start, sizes, beta):
-    p_s, log_s, p_t, log_t = _ratios(student, teacher, norms, temperature, start, sizes, beta)
+    logs = log_probs(student, teacher, norms, temperature, start, sizes)
+    p_s, log_s, p_t, log_t = _ratios(*logs, beta)
     return torch.stack([sum_columns(p_s * log_s), sum_columns(p_t * log_t)], -1)
 
 
-def _ratios(student, teacher, norms, temperature, start, sizes, beta):
+def _ratios(log_s: Tensor, log_t: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
     """s, log s/m, t, log t/m; a logarithm is 0 where its probability is.
 
     Both come from |log s/t|, on the side of the larger one: exact where s = t, no overflow.
     """
-    maximum_s, log_sum_s, maximum_t, log_sum_t = norms[..., :4].split(1, dim=-1)
-    dtype = math_dtype(student, teacher)
-    x_s, x_t = (prepare(x, start, sizes, dtype) for x in flat(student, teacher))
-    log_s = scaled(x_s - maximum_s, temperature) - log_sum_s
-    log_t = scaled(x_t - maximum_t, temperature) - log_sum_t
     p_s, p_t = log_s.exp(), log_t.exp()
     gap = log_s - log_t
-    beta = beta.to(dtype)
+    beta = beta.to(gap.dtype)
     weight = torch.where(gap >= 0, beta, 1 - beta)
     larger = -torch.log1p(weight * ((-gap.abs()).exp() - 1))
     log_s = torch.where(p_s == 0, 0, torch.where(gap >= 0, larger, larger + gap))
@@ -144,12 +137,8 @@ def js_div_backward(
     to_student: bool,
 ) -> Tensor:
     """The gradient of ``student [*, V_local]`` or of ``teacher``, for ``grad [*]``."""
-    wanted = student if to_student else teacher
-    if wanted.numel() == 0:
-        return empty_grad(wanted)
-    rows = Rows(student, teacher)
-    args = *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], sizes, beta
-    return _grad(*args, to_student).view(wanted.shape)
+    args = grad, saved, temperature, vocab_start, sizes, beta
+    return _gradient.one(student, teacher, to_student, *args)
 
 
 @js_div_backward.register_fake
@@ -169,12 +158,8 @@ def js_div_backward_both(
     beta: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``student [*, V_local]`` and ``teacher``, for ``grad [*]``."""
-    if student.numel() == 0:
-        return empty_grad(student), empty_grad(teacher)
-    rows = Rows(student, teacher)
-    args = *rows.logits, *map(rows, (grad, saved, temperature)), vocab_start[0], sizes, beta
-    to_student, to_teacher = _grad_both(*args)
-    return to_student.view(student.shape), to_teacher.view(teacher.shape)
+    args = grad, saved, temperature, vocab_start, sizes, beta
+    return _gradient.both(student, teacher, *args)
 
 
 @js_div_backward_both.register_fake
@@ -182,33 +167,19 @@ def _(grad, saved, student, teacher, *_):
     return empty_grad(student), empty_grad(teacher)
 
 
-@kernel
-def _grad(student, teacher, grad, saved, temperature, start, sizes, beta, to_student):
-    args = student, teacher, grad, saved, temperature, start, sizes, beta
-    return _grads(*args)[0 if to_student else 1]
-
-
-@kernel
-def _grad_both(student, teacher, grad, saved, temperature, start, sizes, beta):
-    return _grads(student, teacher, grad, saved, temperature, start, sizes, beta)
-
-
-def _grads(student, teacher, grad, saved, temperature, start, sizes, beta):
-    p_s, log_s, p_t, log_t = _ratios(student, teacher, saved, temperature, start, sizes, beta)
+@PairGradient
+def _gradient(
+    log_p_s: Tensor, log_p_t: Tensor, grad: Tensor, saved: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    p_s, log_s, p_t, log_t = _ratios(log_p_s, log_p_t, beta)
     to_s = (1 - beta) * grad * p_s * (log_s - saved[..., 4:5])
-    to_t = beta * grad * p_t * (log_t - saved[..., 5:6])
-    if temperature is not None:
-        to_s, to_t = (gradient / temperature.to(to_s.dtype) for gradient in (to_s, to_t))
-    live = (grad != 0) & (saved[..., :1] != -torch.inf) & (saved[..., 2:3] != -torch.inf)
-    return (
-        torch.where(live, to_s, 0).to(student.dtype),
-        torch.where(live, to_t, 0).to(teacher.dtype),
-    )
+    return to_s, beta * grad * p_t * (log_t - saved[..., 5:6])
 
 
 class _JSDiv(PerToken):
     @staticmethod
     def forward(student, teacher, temperature, vocab_start, sizes, beta):
+        # Its cross term is not needed, but a kernel without it would be one more.
         stats = kl_div_stats(student, teacher, temperature, vocab_start, sizes)
         norms = js_div_normalize(stats, temperature)
         terms = js_div_stats(student, teacher, norms, temperature, vocab_start, sizes, beta)
@@ -224,11 +195,7 @@ class _JSDiv(PerToken):
     def backward(ctx, grad, _):
         *inputs, saved = ctx.saved_tensors
         args = grad, saved, *inputs, ctx.sizes, ctx.beta
-        to_student, to_teacher = ctx.needs_input_grad[:2]
-        if to_student and to_teacher:
-            return js_div_backward_both(*args)
-        one = js_div_backward(*args, to_student)
-        return (one,) if to_student else (None, one)
+        return gradients_of_pair(ctx, js_div_backward, js_div_backward_both, *args)
 
 
 def js_div(
@@ -253,25 +220,28 @@ def js_div(
         student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         teacher: like ``student`` in shape, mesh and placements; its dtype may be another.
         beta: the weight β of the teacher, 0 <= β <= 1.
-        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
-            the result. The softmax is of logits / temperature, gradients are for the logits.
-        vocab_size: columns from it on are padding: probability and gradient 0.
+        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
+            row, placed as the result. The softmax is of ``logits / temperature``; gradients
+            are with respect to ``logits``, and none flows to the temperature.
+        vocab_size: number of columns that are tokens. The columns after them are padding, with
+            probability 0 and gradient 0. Default: V.
 
     Returns:
         ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits; gradients,
         dtypes and placements as those of :func:`kl_div`.
 
-    Communication: two all-gathers, of 6 and of 2 numbers a row, over the vocabulary's mesh dim
+    Communication: two all-gathers, of 6 and of 2 numbers per row, over the vocabulary's mesh dim
     forward (one at β = 0 and 1), none backward, none where V is not sharded over several ranks.
 
     Rows: finite where one masks what the other does not (for 0 < β < 1); else those of
     :func:`kl_div`.
 
     Raises:
-        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
-            or options out of bounds. Both before anything is communicated, alike on all ranks.
-        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
-            device, which does not wait for it.
+        TypeError: if an argument has an unsupported type or dtype.
+        ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
+            unless the logits are fp64. Like TypeError, on every rank before any communication.
+        RuntimeError: if the shards do not fit together on any rank.
+            Raised on every rank by an asynchronous assertion on the device.
     """
     check_float("js_div", beta, "beta", 1)
     vocabulary = check_logits("js_div", student, vocab_size, "student")

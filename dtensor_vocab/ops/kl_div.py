@@ -18,22 +18,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
 from dtensor_vocab.inputs import check_bool, check_logits, check_teacher, check_temperature
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
+from dtensor_vocab.pair_gradient import PairGradient, gradients_of_pair
 from dtensor_vocab.rows import (
-    check,
+    assert_sound,
     coverage,
     fault,
     math_dtype,
     merge_norm,
     prepare,
     rebase,
-    scaled,
     sum_columns,
 )
-from dtensor_vocab.softmax import empty_grad
 
 __all__ = ["KLDiv", "kl_div", "kl_div_stats"]
 
@@ -82,7 +81,7 @@ def _shard_stats(a, b, temperature, start, columns, sizes):
 def kl_div_merge(stats: Tensor, temperature: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
     value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
-    check(function, faults)
+    assert_sound(function, faults)
     rows = stats.shape[1:-1]
     return value.view(rows), saved.view(*rows, 5)
 
@@ -119,11 +118,7 @@ def kl_div_backward(
     to_a: bool,
 ) -> Tensor:
     """The gradient of ``a [*, V_local]`` or of ``b``, for ``grad [*]``."""
-    if a.numel() == 0:
-        return empty_grad(a if to_a else b)
-    rows = Rows(a, b)
-    row_values = map(rows, (grad, saved, temperature))
-    return _grad(*rows.logits, *row_values, vocab_start[0], sizes, to_a).view(a.shape)
+    return _gradient.one(a, b, to_a, grad, saved, temperature, vocab_start, sizes)
 
 
 @kl_div_backward.register_fake
@@ -142,12 +137,7 @@ def kl_div_backward_both(
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``a [*, V_local]`` and ``b``, for ``grad [*]``, in one pass."""
-    if a.numel() == 0:
-        return empty_grad(a), empty_grad(b)
-    rows = Rows(a, b)
-    row_values = map(rows, (grad, saved, temperature))
-    grads = _grad_both(*rows.logits, *row_values, vocab_start[0], sizes)
-    return grads[0].view(a.shape), grads[1].view(b.shape)
+    return _gradient.both(a, b, grad, saved, temperature, vocab_start, sizes)
 
 
 @kl_div_backward_both.register_fake
@@ -155,30 +145,13 @@ def _(grad, saved, a, b, *_):
     return empty_grad(a), empty_grad(b)
 
 
-@kernel
-def _grad(a, b, grad, saved, temperature, start, sizes, to_a):
-    return _grads(a, b, grad, saved, temperature, start, sizes)[0 if to_a else 1]
-
-
-@kernel
-def _grad_both(a, b, grad, saved, temperature, start, sizes):
-    return _grads(a, b, grad, saved, temperature, start, sizes)
-
-
-def _grads(a, b, grad, saved, temperature, start, sizes) -> tuple[Tensor, Tensor]:
-    maximum_a, log_sum_a, maximum_b, log_sum_b, value = saved.split(1, dim=-1)
-    live = (grad != 0) & (value != torch.inf)
-    live = live & (maximum_a != -torch.inf) & (maximum_b != -torch.inf)
-    dtype = math_dtype(a, b)
-    x_a, x_b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
-    log_p_a = scaled(x_a - maximum_a, temperature) - log_sum_a
-    log_p_b = scaled(x_b - maximum_b, temperature) - log_sum_b
-    p_a = log_p_a.exp()
+@PairGradient
+def _gradient(
+    log_p_a: Tensor, log_p_b: Tensor, grad: Tensor, saved: Tensor
+) -> tuple[Tensor, Tensor]:
+    p_a, value = log_p_a.exp(), saved[..., 4:5]
     to_a = torch.where(log_p_a == -torch.inf, 0, grad * p_a * (log_p_a - log_p_b - value))
-    to_b = grad * (log_p_b.exp() - p_a)
-    if temperature is not None:
-        to_a, to_b = (gradient / temperature.to(dtype) for gradient in (to_a, to_b))
-    return torch.where(live, to_a, 0).to(a.dtype), torch.where(live, to_b, 0).to(b.dtype)
+    return to_a, grad * (log_p_b.exp() - p_a)
 
 
 class KLDiv(PerToken):
@@ -197,11 +170,7 @@ class KLDiv(PerToken):
     def backward(ctx, grad, _):
         a, b, temperature, vocab_start, saved = ctx.saved_tensors
         args = grad, saved, a, b, temperature, vocab_start, ctx.sizes
-        to_a, to_b = ctx.needs_input_grad[:2]
-        if to_a and to_b:
-            return kl_div_backward_both(*args)
-        one = kl_div_backward(*args, to_a)
-        return (one,) if to_a else (None, one)
+        return gradients_of_pair(ctx, kl_div_backward, kl_div_backward_both, *args)
 
 
 def kl_div(
@@ -220,15 +189,18 @@ def kl_div(
     temperature² is applied.
 
     Same as ``F.kl_div(log_softmax(student), log_softmax(teacher), log_target=True,
-    reduction="none").sum(-1)``, arguments swapped for reverse, but for -inf logits.
+    reduction="none").sum(-1)`` on the full vocabulary, arguments swapped for reverse, except that
+    a token whose logits are -inf in both contributes 0 instead of NaN.
 
     Args:
         student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         teacher: like ``student`` in shape, mesh and placements; its dtype may be another.
         reverse: KL(s || t) in place of KL(t || s).
-        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
-            the result. The softmax is of logits / temperature, gradients are for the logits.
-        vocab_size: columns from it on are padding: probability and gradient 0.
+        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
+            row, placed as the result. The softmax is of ``logits / temperature``; gradients
+            are with respect to ``logits``, and none flows to the temperature.
+        vocab_size: number of columns that are tokens. The columns after them are padding, with
+            probability 0 and gradient 0. Default: V.
 
     Returns:
         ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits. Gradients
@@ -242,7 +214,7 @@ def kl_div(
     ``Replicate()``                     ``Replicate()``
     ==================================  =====================================
 
-    Communication: one all-gather of 6 numbers a row over the vocabulary's mesh dim forward, none
+    Communication: one all-gather of 6 numbers per row over the vocabulary's mesh dim forward, none
     backward, none where V is not sharded over several ranks.
 
     Rows: a token that is -inf in both contributes 0. +inf, with gradient 0 for both, where A is
@@ -250,10 +222,11 @@ def kl_div(
     or holds NaN or +inf (gradient NaN). Gradient exactly 0 where the upstream one is 0.
 
     Raises:
-        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
-            or options out of bounds. Both before anything is communicated, alike on all ranks.
-        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
-            device, which does not wait for it.
+        TypeError: if an argument has an unsupported type or dtype.
+        ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
+            unless the logits are fp64. Like TypeError, on every rank before any communication.
+        RuntimeError: if the shards do not fit together on any rank.
+            Raised on every rank by an asynchronous assertion on the device.
     """
     check_bool("kl_div", reverse, "reverse")
     vocabulary = check_logits("kl_div", student, vocab_size, "student")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient
+from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad, logits_gradient
 from dtensor_vocab.inputs import (
     check_ids,
     check_ignore_index,
@@ -20,14 +20,9 @@ from dtensor_vocab.inputs import (
 )
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import check, counted
-from dtensor_vocab.softmax import (
-    Coefficients,
-    SoftmaxGradient,
-    empty_grad,
-    merge_softmax,
-    softmax_stats,
-)
+from dtensor_vocab.rows import assert_sound, not_ignored
+from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["logprobs", "logprobs_backward"]
 
@@ -45,7 +40,7 @@ def logprobs_merge(
     log_p, saved, faults = _merge(
         stats_per_row(stats), rows(index), rows(temperature), ignore_index
     )
-    check("logprobs", faults, vocab_size, ignore_index)
+    assert_sound("logprobs", faults, vocab_size, ignore_index)
     return log_p.view(index.shape), saved.view(*stats.shape[1:-1], 2)
 
 
@@ -58,7 +53,7 @@ def _(stats, index, *_):
 def _merge(stats, index, temperature, ignore_index):
     softmax = merge_softmax(stats, temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
-    return torch.where(counted(index, ignore_index), softmax.log_p, 0), saved, softmax.fault
+    return torch.where(not_ignored(index, ignore_index), softmax.log_p, 0), saved, softmax.fault
 
 
 @operator("rows, rows, logits, rows, rows, start -> logits")
@@ -104,7 +99,7 @@ def _(*_):
 
 @SoftmaxGradient
 def _gradient(saved: Tensor, index: Tensor, grad: Tensor, ignore_index: int | None) -> Coefficients:
-    grad = torch.where(counted(index, ignore_index), grad, 0)
+    grad = torch.where(not_ignored(index, ignore_index), grad, 0)
     return Coefficients(a=-grad.sum(-1, keepdim=True), c=grad)
 
 
@@ -142,20 +137,23 @@ def logprobs(
     Formula: ``(x[index] - M) - log S`` with M the maximum and S = Σ_v e^(x_v - M) over the whole
     vocabulary; gradient ``Σ_k g_k (1[v = index_k] - p_v)``.
 
-    Same as ``torch.log_softmax(logits.float(), -1).gather(-1, index)`` on the full vocabulary.
+    Same as ``torch.log_softmax(logits.float(), -1).gather(-1, index)`` on the full vocabulary for
+    ``index [*, K]``; ``index [*]`` asks for one id per row.
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, Tensor or DTensor. A plain tensor beside
             DTensor logits is the same global tensor on every rank; a DTensor placed otherwise than
-            below is redistributed. Ids may repeat.
+            below is redistributed, once. Ids may repeat.
         ignore_index: ids equal to it give 0 and no gradient; None ignores nothing.
-        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
-            ``index``. The softmax is of logits / temperature, gradients are for the logits.
-        vocab_size: columns from it on are padding: probability and gradient 0.
-        inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
-            backward raises (torch's "modified by an inplace operation"). Under
-            ``torch.compile`` and in ``torch.func`` the gradient is a new tensor all the same.
+        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
+            row, placed as ``index``. The softmax is of ``logits / temperature``; gradients
+            are with respect to ``logits``, and none flows to the temperature.
+        vocab_size: number of columns that are tokens. The columns after them are padding, with
+            probability 0 and gradient 0, and ids of padding are out of range. Default: V.
+        inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
+            for its own backward then raises autograd's "modified by an inplace operation". Under
+            ``torch.compile`` and ``torch.func`` the gradient is a new tensor all the same.
 
     Returns:
         fp32 (fp64 for fp64 logits), shaped as ``index``; a DTensor where the logits are one:
@@ -168,7 +166,7 @@ def logprobs(
     ``Replicate()``                     ``Replicate()``
     ==================================  =====================================
 
-    Communication: one all-gather of 3 + K numbers a row over the vocabulary's mesh dim forward,
+    Communication: one all-gather of 3 + K numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
     Rows: -inf for an id whose logit is -inf; NaN for a row that is wholly -inf (its gradient is
@@ -176,10 +174,11 @@ def logprobs(
     is 0 or the id ignored, whatever the row holds.
 
     Raises:
-        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
-            or options out of bounds. Both before anything is communicated, alike on all ranks.
-        RuntimeError: on every rank, for an id out of range on any of them or shards that do not fit
-            together; by an assertion on the device, which does not wait for it.
+        TypeError: if an argument has an unsupported type or dtype.
+        ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
+            unless the logits are fp64. Like TypeError, on every rank before any communication.
+        RuntimeError: if an id is out of range or the shards do not fit together on any rank.
+            Raised on every rank by an asynchronous assertion on the device.
     """
     vocabulary = check_logits("logprobs", logits, vocab_size)
     index = check_ids("logprobs", index, logits)

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, logits_gradient, received
+from dtensor_vocab.autograd import (
+    PerToken,
+    differentiable_once,
+    empty_grad,
+    logits_gradient,
+    received,
+)
 from dtensor_vocab.inputs import (
     check_ids,
     check_ignore_index,
@@ -18,14 +24,9 @@ from dtensor_vocab.inputs import (
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.entropy import entropy_coefficients
-from dtensor_vocab.rows import check, counted
-from dtensor_vocab.softmax import (
-    Coefficients,
-    SoftmaxGradient,
-    empty_grad,
-    merge_softmax,
-    softmax_stats,
-)
+from dtensor_vocab.rows import assert_sound, not_ignored
+from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["logprobs_and_entropy"]
 
@@ -43,7 +44,7 @@ def logprobs_and_entropy_merge(
     log_p, entropy, saved, faults = _merge(
         stats_per_row(stats), by_row(index), by_row(temperature), ignore_index
     )
-    check("logprobs_and_entropy", faults, vocab_size, ignore_index)
+    assert_sound("logprobs_and_entropy", faults, vocab_size, ignore_index)
     rows = stats.shape[1:-1]
     return log_p.view(index.shape), entropy.view(rows), saved.view(*rows, 3)
 
@@ -58,14 +59,14 @@ def _(stats, index, *_):
 def _merge(stats, index, temperature, ignore_index):
     softmax = merge_softmax(stats, temperature, weighted=True)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
-    log_p = torch.where(counted(index, ignore_index), softmax.log_p, 0)
+    log_p = torch.where(not_ignored(index, ignore_index), softmax.log_p, 0)
     return log_p, softmax.entropy, saved, softmax.fault
 
 
 @operator("rows, rows, rows, logits, rows, rows, start -> logits")
 def logprobs_and_entropy_backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
     saved: Tensor,
     logits: Tensor,
     index: Tensor,
@@ -74,7 +75,7 @@ def logprobs_and_entropy_backward(
     sizes: Sequence[int],
     ignore_index: int | None,
 ) -> Tensor:
-    """The gradient of ``logits [*, V_local]`` for those of both results; None is none."""
+    """The gradient of ``logits [*, V_local]`` for those of both results."""
     values = grad_logprobs, grad_entropy, ignore_index
     return _gradient(logits, saved, index, temperature, vocab_start, sizes, *values)
 
@@ -86,8 +87,8 @@ def _(grad_logprobs, grad_entropy, saved, logits, *_):
 
 @operator("rows, rows, rows, logits, rows, rows, start -> ", mutates="logits")
 def logprobs_and_entropy_backward_(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
     saved: Tensor,
     logits: Tensor,
     index: Tensor,
@@ -110,20 +111,13 @@ def _(*_):
 def _gradient(
     saved: Tensor,
     index: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
     ignore_index: int | None,
 ) -> Coefficients:
-    terms = Coefficients(
-        a=torch.zeros_like(saved[..., :1]), c=torch.zeros_like(index, dtype=saved.dtype)
-    )
-    if grad_entropy is not None:
-        a, b, *_ = entropy_coefficients(grad_entropy, saved)
-        terms = terms._replace(a=a, b=b)
-    if grad_logprobs is not None:
-        c = torch.where(counted(index, ignore_index), grad_logprobs, 0)
-        terms = terms._replace(a=terms.a - c.sum(-1, keepdim=True), c=c)
-    return terms
+    a, b, *_ = entropy_coefficients(grad_entropy, saved)
+    c = torch.where(not_ignored(index, ignore_index), grad_logprobs, 0)
+    return Coefficients(a=a - c.sum(-1, keepdim=True), b=b, c=c)
 
 
 class _LogprobsAndEntropy(PerToken):
@@ -142,18 +136,17 @@ class _LogprobsAndEntropy(PerToken):
     @differentiable_once
     def backward(ctx, grad_logprobs, grad_entropy, _):
         *inputs, saved = ctx.saved_tensors
-        grads = received(grad_logprobs, inputs[0]), received(grad_entropy, inputs[0])
-        grad_logits = logits_gradient(
-            ctx,
-            logprobs_and_entropy_backward,
-            logprobs_and_entropy_backward_,
-            grads,
-            saved,
-            *inputs,
-            ctx.sizes,
-            ctx.ignore_index,
-        )
-        return (grad_logits,)
+        logits, index, *_ = inputs
+        # Zeros for none: DTensor's cache in torch 2.11 takes (None, grad) for (grad, None).
+        grad_logprobs = received(grad_logprobs, logits)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(index, dtype=saved.dtype)
+        grad_entropy = received(grad_entropy, logits)
+        if grad_entropy is None:
+            grad_entropy = torch.zeros_like(saved[..., 0])
+        operators = logprobs_and_entropy_backward, logprobs_and_entropy_backward_
+        args = (grad_logprobs, grad_entropy), saved, *inputs, ctx.sizes, ctx.ignore_index
+        return (logits_gradient(ctx, *operators, *args),)
 
 
 def logprobs_and_entropy(
@@ -173,18 +166,20 @@ def logprobs_and_entropy(
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, as in :func:`logprobs`.
         ignore_index: ids equal to it have log-probability 0 without a gradient; the entropy counts.
-        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
-            ``index``. The softmax is of logits / temperature, gradients are for the logits.
-        vocab_size: columns from it on are padding: probability and gradient 0.
-        inplace_backward: let the gradient overwrite the logits. Whoever still needs them in
-            backward raises (torch's "modified by an inplace operation"). Under
-            ``torch.compile`` and in ``torch.func`` the gradient is a new tensor all the same.
+        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
+            row, placed as ``index``. The softmax is of ``logits / temperature``; gradients
+            are with respect to ``logits``, and none flows to the temperature.
+        vocab_size: number of columns that are tokens. The columns after them are padding, with
+            probability 0 and gradient 0, and ids of padding are out of range. Default: V.
+        inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
+            for its own backward then raises autograd's "modified by an inplace operation". Under
+            ``torch.compile`` and ``torch.func`` the gradient is a new tensor all the same.
 
     Returns:
         log-probabilities, shaped as ``index``, and entropies ``[*]``; dtype and placements as
         those of :func:`logprobs` and :func:`entropy`.
 
-    Communication: one all-gather of 4 + K numbers a row over the vocabulary's mesh dim forward,
+    Communication: one all-gather of 4 + K numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
     Rows, errors: those of :func:`logprobs` and :func:`entropy`.

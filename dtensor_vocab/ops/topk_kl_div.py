@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once
+from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
 from dtensor_vocab.inputs import (
     check_bool,
     check_ids,
@@ -31,7 +31,7 @@ from dtensor_vocab.inputs import (
 from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import (
-    check,
+    assert_sound,
     coverage,
     local_ids,
     math_dtype,
@@ -39,15 +39,10 @@ from dtensor_vocab.rows import (
     prepare,
     rebase,
     scaled,
-)
-from dtensor_vocab.softmax import (
-    Coefficients,
-    SoftmaxGradient,
-    empty_grad,
-    merge_softmax,
-    softmax_stats,
     sum_equal,
 )
+from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["topk_kl_div"]
 
@@ -124,7 +119,7 @@ def topk_kl_div_merge(
     by_row = Rows(stats[0])
     values = by_row(teacher_logprobs), by_row(temperature)
     value, slopes, saved, faults = _merge(stats_per_row(stats), *values, reverse, tail)
-    check("topk_kl_div", faults, vocab_size)
+    assert_sound("topk_kl_div", faults, vocab_size)
     rows = stats.shape[1:-1]
     slopes = slopes.view(teacher_logprobs.shape)
     return value.view(rows), slopes, saved.view(*rows, saved.shape[-1])
@@ -157,7 +152,9 @@ def _merge(stats, log_q, temperature, reverse, tail):
 
 
 class _Tail(NamedTuple):
-    """The bucket of all other tokens, ``[rows, 1]`` each; 0 where the student has none."""
+    """The bucket of all other tokens, ``[rows, 1]`` each. Without a student's share all but the
+    value are 0.
+    """
 
     value: Tensor
     norm: Tensor
@@ -170,9 +167,11 @@ class _Tail(NamedTuple):
     """In each log q_k, ``[rows, K]``."""
 
 
-LEAST_TAIL, ROUNDING_OF_TAIL = 1 / 16, 8
-"""In eps of the log q_k, which say no more of 1 - Q than their rounding lets them: what it counts
-as at least, and up to what it may be all rounding."""
+TAIL_FLOOR = 1 / 16
+"""Least 1 - Q, in eps of the log q_k. These round 1 - Q by about as much; its logarithm stays
+finite."""
+TAIL_NOISE = 8
+"""A 1 - Q of up to so many eps may be nothing but their rounding."""
 
 
 def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
@@ -182,12 +181,12 @@ def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
 
     eps = torch.finfo(log_q.dtype).eps
     q = -torch.expm1(log_q.double().logsumexp(-1, keepdim=True)).to(log_p.dtype)
-    log_rest_q = q.clamp_min(eps * LEAST_TAIL).log()
+    log_rest_q = q.clamp_min(eps * TAIL_FLOOR).log()
     value, slope_p, slope_q = _divergence(log_p, log_rest_q, reverse)
 
     empty = maximum == -torch.inf
     if not reverse:  # infinite if the teacher has a tail where the student has none
-        value = torch.where(empty, torch.where(q > eps * ROUNDING_OF_TAIL, torch.inf, 0), value)
+        value = torch.where(empty, torch.where(q > eps * TAIL_NOISE, torch.inf, 0), value)
     tail_norm = torch.cat([maximum, log_sum], -1)
     mass = log_p.exp()
     tail_norm, mass, slope_p, slope_q = (
@@ -299,27 +298,30 @@ def topk_kl_div(
             :func:`logprobs`.
         reverse: KL(student || teacher) in place of KL(teacher || student).
         tail: add the bucket of all other tokens.
-        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
-            the result. The softmax is of logits / temperature, gradients are for the logits.
-        vocab_size: columns from it on are padding: probability and gradient 0.
+        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
+            row, placed as the result. The softmax is of ``logits / temperature``; gradients
+            are with respect to ``logits``, and none flows to the temperature.
+        vocab_size: number of columns that are tokens. The columns after them are padding, with
+            probability 0 and gradient 0, and ids of padding are out of range. Default: V.
 
     Returns:
         ``[*]``, fp32 (fp64 for fp64 logits), with ``tail`` never negative; placed as the result of
         :func:`entropy`. Gradients flow to ``student`` and ``teacher_logprobs``.
 
-    Communication: one all-gather of 3 + K numbers a row (5 + K with ``tail``) over the vocabulary's
-    mesh dim forward, none backward, none where V is not sharded over several ranks.
+    Communication: one all-gather of 3 + K numbers per row, 5 + K with ``tail``, over the
+    vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
 
     Rows: +inf, with gradient 0 for both, where one has mass on a named token, or in the tail, that
     the other masks; NaN where the student's is wholly -inf (gradient 0) or holds NaN or +inf.
     1 - Q is known no better than to the rounding of ``teacher_logprobs``: it counts as at least
-    1/16 of their eps.
+    1/16 of their eps, and as 0 up to 8 eps where the student has no tail.
 
     Raises:
-        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
-            or options out of bounds. Both before anything is communicated, alike on all ranks.
-        RuntimeError: on every rank, for an id out of range on any of them or shards that do not fit
-            together; by an assertion on the device, which does not wait for it.
+        TypeError: if an argument has an unsupported type or dtype.
+        ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
+            unless the logits are fp64. Like TypeError, on every rank before any communication.
+        RuntimeError: if an id is out of range or the shards do not fit together on any rank.
+            Raised on every rank by an asynchronous assertion on the device.
     """
     name = "topk_kl_div"
     check_bool(name, reverse, "reverse")

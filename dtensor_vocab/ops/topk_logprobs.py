@@ -16,7 +16,7 @@ from dtensor_vocab.inputs import check_k, check_logits, check_temperature
 from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.logprobs import logprobs_backward
-from dtensor_vocab.rows import check, scaled, without_padding
+from dtensor_vocab.rows import assert_sound, log_prob, without_padding
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 
 __all__ = ["topk_logprobs"]
@@ -24,6 +24,7 @@ __all__ = ["topk_logprobs"]
 BLOCK_LOGITS = 1 << 20
 """How many logits are searched at once: scratch is a fraction of them."""
 CHUNK = 16
+"""How many columns stand for one in the first step of the search."""
 LOW_BITS = 0x7FFFFFFF
 
 
@@ -66,8 +67,9 @@ def _largest(x, start, sizes, k):
         values, columns = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
     if n >= 2 * CHUNK * k:
-        # They are in the k chunks whose best ones are best: whatever is in another comes after
-        # those. Chunk c are the columns c, c + chunks, ...: maxima of such vectorize.
+        # The k largest lie in the k chunks that have the largest maxima: any other logit comes
+        # after those maxima. Chunk c is made of columns c, c + chunks, ..., so that the maximum of
+        # all chunks is one of vectors.
         chunks = n // CHUNK
         x_in = x[..., : chunks * CHUNK].unflatten(-1, (CHUNK, chunks))
         best = x_in.amax(-2)
@@ -115,7 +117,7 @@ def topk_logprobs_merge(
     """``stats [shards, *, S]`` to log p and ids ``[*, K]`` and (M, log S) ``[*, 2]``."""
     rows = Rows(stats[0])
     log_p, ids, saved, faults = _merge(stats_per_row(stats), rows(temperature), k)
-    check("topk_logprobs", faults)
+    assert_sound("topk_logprobs", faults)
     lead = stats.shape[1:-1]
     return log_p.view(*lead, k), ids.view(*lead, k), saved.view(*lead, 2)
 
@@ -133,7 +135,7 @@ def _merge(stats, temperature, k):
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
     values, ids = _ordered(stats[..., 3 : 3 + k].flatten(-2), stats[..., 3 + k :].flatten(-2))
     values, ids = values[..., :k], ids[..., :k].to(torch.int64)
-    log_p = scaled(values - saved[..., :1], temperature) - saved[..., 1:]
+    log_p = log_prob(values, saved[..., :1], saved[..., 1:], temperature)
     return log_p, ids, saved, softmax.fault
 
 
@@ -172,24 +174,27 @@ def topk_logprobs(
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         k: 0 <= k <= the size of the vocabulary; it may exceed a shard.
-        temperature: a float > 0, or a floating tensor ``[*]``, one for each row, placed as
-            the result. The softmax is of logits / temperature, gradients are for the logits.
-        vocab_size: columns from it on are padding: probability and gradient 0.
+        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
+            row, placed as the result. The softmax is of ``logits / temperature``; gradients
+            are with respect to ``logits``, and none flows to the temperature.
+        vocab_size: number of columns that are tokens. The columns after them are padding, with
+            probability 0 and gradient 0. Default: V.
 
     Returns:
         log-probabilities ``[*, k]``, fp32 (fp64 for fp64 logits), and ids ``[*, k]``, int64;
         placed as the result of :func:`logprobs`.
 
-    Communication: one all-gather of 3 + 2 k numbers a row over the vocabulary's mesh dim forward,
+    Communication: one all-gather of 3 + 2 k numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
     Rows: those of :func:`logprobs`; NaN counts as the largest.
 
     Raises:
-        TypeError: for a wrong type or dtype; ValueError: for shapes, devices, meshes, placements
-            or options out of bounds. Both before anything is communicated, alike on all ranks.
-        RuntimeError: on every rank, for shards that do not fit together; by an assertion on the
-            device, which does not wait for it.
+        TypeError: if an argument has an unsupported type or dtype.
+        ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
+            unless the logits are fp64. Like TypeError, on every rank before any communication.
+        RuntimeError: if the shards do not fit together on any rank.
+            Raised on every rank by an asynchronous assertion on the device.
     """
     vocabulary = check_logits("topk_logprobs", logits, vocab_size)
     check_k("topk_logprobs", k, vocabulary)
