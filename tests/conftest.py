@@ -57,6 +57,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         runs[size] = RealRanks(size, waiting.pop(size), item.config.rootpath)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for run in session.stash.get(RUNS, {}).values():
+        run.stop()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if _ranks(pyfuncitem) == 0 or World.current is not None:

@@ -6,7 +6,7 @@ for layouts; a fault in which ranks part ways does not show as the hang that it 
 
 Real: a test marked ``@pytest.mark.ranks(n)`` runs in n processes over gloo, started once for all
 such tests of a session (see conftest.py), beside the tests of this process. There ``on_mesh`` gives
-a mesh of these processes.
+a mesh of these processes. ``ranks(1)`` is for tests that mostly wait for processes of their own.
 
 A tensor of either kind is taken apart by ``parts``: the local tensors, by rank, that there are
 in this process.
@@ -21,6 +21,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SIMULATED_RANKS = 16
 COLLECTIVE_TIMEOUT = 10.0
 """Seconds that a real rank waits for its peers in a collective: a hang is a failure soon."""
-TEST_TIMEOUT = 120.0
+TEST_TIMEOUT = 300.0
 """Seconds without the end of a test after which the real ranks are killed."""
 
 
@@ -240,9 +241,7 @@ class RealRanks:
         self._directory = tempfile.TemporaryDirectory()
         spawn = multiprocessing.get_context("spawn")
         args = size, node_ids, root, Path(self._directory.name), collective_timeout
-        self._ranks = [
-            spawn.Process(target=_run_rank, args=(rank, *args), daemon=True) for rank in range(size)
-        ]
+        self._ranks = [spawn.Process(target=_run_rank, args=(rank, *args)) for rank in range(size)]
         for rank in self._ranks:
             rank.start()
 
@@ -258,10 +257,15 @@ class RealRanks:
                 self._wait(Path(name))
             finally:
                 self.exits = [rank.exitcode for rank in self._ranks]
-                for rank in self._ranks:
-                    rank.kill()
-                    rank.join()
+                self.stop()
             return [self._read(Path(name), rank) for rank in range(len(self._ranks))]
+
+    def stop(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):  # a rank leads what it started itself
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()
+            rank.join()
 
     def _wait(self, directory: Path) -> None:
         """Until all are done, one died, or none has ended a test for too long."""
@@ -303,6 +307,7 @@ def _run_rank(
     rank: int, size: int, node_ids: list[str], root: Path, directory: Path, timeout: float
 ) -> None:
     """A spawned rank: an inner pytest session over the same tests, in the same order."""
+    os.setpgrp()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.chdir(root)

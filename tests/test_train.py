@@ -20,6 +20,8 @@ from bench.job import Job, Outcome, Run, merge, train_one, train_ranks
 from bench.launch import launch
 from bench.text import UNKNOWN, text_ids, windows
 
+pytestmark = pytest.mark.ranks(1)
+
 # after fewer steps no guess is right, so that there is nothing to reinforce
 TINY = Job(steps=6, policy_steps=2, batch=8, length=16, vocab=301, dim=64, layers=1)
 TINY_OPTIONS = "--steps 6 --policy-steps 2 --batch 8 --length 16 --vocab 301 --dim 64 --layers 1"
