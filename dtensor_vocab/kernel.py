@@ -25,6 +25,8 @@ __all__ = ["Rows", "blocks", "flat", "in_blocks", "kernel", "merge_kernel", "sta
 
 BLOCK_ELEMENTS = 1 << 18
 """How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
+BLOCKS_TO_FILL_A_GPU = 256
+"""How many blocks, each sized for a CPU's cache, a GPU is given at once."""
 
 
 def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,12 +119,9 @@ def in_blocks(fn: Callable[..., Any], args: Sequence[Any], rows: int) -> Any:
 
 
 def blocks(args: Sequence[Any], rows: int) -> Iterator[tuple[Any, ...]]:
-    """The arguments of a kernel for so many rows at a time, for steps that need scratch of them.
-
-    Little of it, so that it stays in a CPU's cache; a GPU is given more at once, to be filled.
-    """
+    """The arguments of a kernel for so many rows at a time, for steps that need scratch of them."""
     if args[0].device.type != "cpu":
-        rows *= 256
+        rows *= BLOCKS_TO_FILL_A_GPU
     yield from _blocks(args, max(1, rows))
 
 

@@ -26,14 +26,14 @@ def entropy_merge(stats: Tensor, temperature: Tensor | None) -> tuple[Tensor, Te
     """``stats [shards, *, S]`` to H ``[*]`` and (M, log S, H) ``[*, 3]``."""
     value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
     assert_sound("entropy", faults)
-    rows = stats.shape[1:-1]
-    return value.view(rows), saved.view(*rows, 3)
+    lead = stats.shape[1:-1]
+    return value.view(lead), saved.view(*lead, 3)
 
 
 @entropy_merge.register_fake
 def _(stats, temperature):
-    rows = stats.shape[1:-1]
-    return stats.new_empty(rows), stats.new_empty((*rows, 3))
+    lead = stats.shape[1:-1]
+    return stats.new_empty(lead), stats.new_empty((*lead, 3))
 
 
 @merge_kernel

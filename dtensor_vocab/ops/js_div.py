@@ -107,14 +107,14 @@ def _ratios(log_s: Tensor, log_t: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
 def js_div_merge(stats: Tensor, norms: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 2]`` to the divergence ``[*]`` and (norms, both KL) ``[*, 6]``."""
     value, saved = _merge(stats_per_row(stats), Rows(stats[0])(norms), beta)
-    rows = stats.shape[1:-1]
-    return value.view(rows), saved.view(*rows, 6)
+    lead = stats.shape[1:-1]
+    return value.view(lead), saved.view(*lead, 6)
 
 
 @js_div_merge.register_fake
 def _(stats, norms, beta):
-    rows = stats.shape[1:-1]
-    return stats.new_empty(rows), stats.new_empty((*rows, 6))
+    lead = stats.shape[1:-1]
+    return stats.new_empty(lead), stats.new_empty((*lead, 6))
 
 
 @merge_kernel

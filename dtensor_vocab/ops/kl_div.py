@@ -82,14 +82,14 @@ def kl_div_merge(stats: Tensor, temperature: Tensor | None, function: str) -> tu
     """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
     value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
     assert_sound(function, faults)
-    rows = stats.shape[1:-1]
-    return value.view(rows), saved.view(*rows, 5)
+    lead = stats.shape[1:-1]
+    return value.view(lead), saved.view(*lead, 5)
 
 
 @kl_div_merge.register_fake
 def _(stats, *_):
-    rows = stats.shape[1:-1]
-    return stats.new_empty(rows), stats.new_empty((*rows, 5))
+    lead = stats.shape[1:-1]
+    return stats.new_empty(lead), stats.new_empty((*lead, 5))
 
 
 @merge_kernel

@@ -45,14 +45,14 @@ def logprobs_and_entropy_merge(
         stats_per_row(stats), by_row(index), by_row(temperature), ignore_index
     )
     assert_sound("logprobs_and_entropy", faults, vocab_size, ignore_index)
-    rows = stats.shape[1:-1]
-    return log_p.view(index.shape), entropy.view(rows), saved.view(*rows, 3)
+    lead = stats.shape[1:-1]
+    return log_p.view(index.shape), entropy.view(lead), saved.view(*lead, 3)
 
 
 @logprobs_and_entropy_merge.register_fake
 def _(stats, index, *_):
-    rows = stats.shape[1:-1]
-    return stats.new_empty(index.shape), stats.new_empty(rows), stats.new_empty((*rows, 3))
+    lead = stats.shape[1:-1]
+    return stats.new_empty(index.shape), stats.new_empty(lead), stats.new_empty((*lead, 3))
 
 
 @merge_kernel

@@ -120,15 +120,15 @@ def topk_kl_div_merge(
     values = by_row(teacher_logprobs), by_row(temperature)
     value, slopes, saved, faults = _merge(stats_per_row(stats), *values, reverse, tail)
     assert_sound("topk_kl_div", faults, vocab_size)
-    rows = stats.shape[1:-1]
+    lead = stats.shape[1:-1]
     slopes = slopes.view(teacher_logprobs.shape)
-    return value.view(rows), slopes, saved.view(*rows, saved.shape[-1])
+    return value.view(lead), slopes, saved.view(*lead, saved.shape[-1])
 
 
 @topk_kl_div_merge.register_fake
 def _(stats, teacher_logprobs, *_):
-    rows, shape = stats.shape[1:-1], teacher_logprobs.shape
-    return stats.new_empty(rows), stats.new_empty(shape), stats.new_empty((*rows, 6 + shape[-1]))
+    lead, shape = stats.shape[1:-1], teacher_logprobs.shape
+    return stats.new_empty(lead), stats.new_empty(shape), stats.new_empty((*lead, 6 + shape[-1]))
 
 
 @merge_kernel
