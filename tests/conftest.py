@@ -43,16 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     waiting = session.stash[WAITING] = {}
-    for item in session.items:
-        if _ranks(item) > 0:
+    if World.current is None:
+        for item in filter(_ranks, session.items):
             waiting.setdefault(_ranks(item), []).append(item.nodeid)
+            item.fixturenames = []  # they are for the ranks to make
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Starts the ranks of one size after the other, before fixtures change what they would see."""
     runs, waiting = item.session.stash.setdefault(RUNS, {}), item.session.stash[WAITING]
-    if World.current is None and waiting and not any(run.working for run in runs.values()):
+    if waiting and not any(run.working for run in runs.values()):
         size = next(iter(waiting))
         runs[size] = RealRanks(size, waiting.pop(size), item.config.rootpath)
 
