@@ -85,7 +85,8 @@ def test_checkpoint_on_ranks(op: Op, how: str, eager_kernels: None) -> None:
         step = compiled(checkpointed(loss, how), backend=graphs.backend)
         assert_identical(train(step, batch), expected)
     gathers = [ours(graph).count("all_gather_into_tensor") for graph in graphs.both]
-    assert gathers == [forward, 0 if how == "selective" else forward]
+    assert gathers[0] == forward
+    assert gathers[1] in ({0} if how == "selective" else {0, forward})  # 2.11 saves collectives
 
 
 # ------------------------------------------------------------------ autocast
