@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dtensor_vocab._private import in_func_transform
 
-__all__ = ["PerToken", "differentiable_once", "empty_grad", "logits_gradient", "received"]
+__all__ = ["PerToken", "differentiable_once", "empty_grad", "logits_gradient"]
 
 
 class PerToken(torch.autograd.Function):
@@ -31,15 +30,14 @@ class PerToken(torch.autograd.Function):
         function: str,
         outputs: tuple[Tensor, ...],
         *inputs: Tensor | None,
-        differentiable: int = 1,
     ) -> None:
         """For ``setup_context``: what backward reads, and whose it is.
 
-        ``differentiable`` is how many of the outputs, the first ones, have a gradient.
+        The first output has a gradient, the last one is saved.
         """
         ctx.function = function
         ctx.save_for_backward(*inputs, outputs[-1])
-        ctx.mark_non_differentiable(*outputs[differentiable:])
+        ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
 
 
@@ -104,14 +102,6 @@ class _Once(torch.autograd.Function):
             f"{ctx.name}: expected to be differentiated once, got a second backward through its "
             "gradient, which has none"
         )
-
-
-def received(grad: Tensor | None, logits: Tensor) -> Tensor | None:
-    """The gradient that came for one of several results, or None.
-
-    In compiled code, a result that is not used brings a plain tensor where its own are DTensors.
-    """
-    return grad if isinstance(grad, DTensor) == isinstance(logits, DTensor) else None
 
 
 def empty_grad(logits: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_vocab.rows import Sizes, math_dtype
+from dtensor_vocab.rows import Sizes
 
 __all__ = [
     "Vocabulary",
@@ -172,8 +172,11 @@ def check_logprobs(function: str, logprobs: Tensor, ids: Tensor, logits: Tensor)
 
 
 def check_ignore_index(function: str, ignore_index: int | None) -> None:
-    if ignore_index is not None:
-        _check_int(function, ignore_index, "ignore_index", "an int or None")
+    if ignore_index is None:
+        return
+    _check_int(function, ignore_index, "ignore_index", "an int or None")
+    if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"{function}: expected ignore_index of 64 bits, got {ignore_index}")
 
 
 def check_float(function: str, value: float, name: str, most: float | None = None) -> None:
@@ -229,7 +232,7 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
         raise ValueError(f"{function}: expected 0 < temperature < inf, got {temperature}")
     if temperature == 1:
         return None
-    scalar = torch.full((), temperature, dtype=math_dtype(logits), device=logits.device)
+    scalar = torch.full((), temperature, dtype=torch.float64, device=logits.device)
     return _replicated(scalar, logits) if isinstance(logits, DTensor) else scalar
 
 

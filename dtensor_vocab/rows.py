@@ -16,6 +16,8 @@ from torch import Tensor
 from dtensor_vocab._private import assert_async
 
 __all__ = [
+    "BAD_ID",
+    "BAD_LAYOUT",
     "Sizes",
     "assert_sound",
     "coverage",
@@ -115,9 +117,9 @@ def sum_columns(terms: Tensor) -> Tensor:
 
 
 def not_ignored(index: Tensor, ignore_index: int | None) -> Tensor:
-    return (
-        torch.ones_like(index, dtype=torch.bool) if ignore_index is None else index != ignore_index
-    )
+    if ignore_index is None:
+        return torch.ones_like(index, dtype=torch.bool)
+    return index.long() != ignore_index  # int32 ids would wrap the number
 
 
 def local_ids(index: Tensor, start: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,8 @@ def _gradient(terms, slope, log_p, column, start, sizes) -> Tensor:
     """``p_v (a + b log p_v) + u``, 0 where p_v is exactly 0 and where u meets padding."""
     if terms.b is not None:
         slope = slope + terms.b * log_p
-    gradient = torch.where(log_p == -torch.inf, 0, log_p.exp() * slope)
+    p = log_p.exp()
+    gradient = torch.where(p == 0, 0, p * slope)
     if terms.u is None:
         return gradient
     return gradient + without_padding(terms.u, 0, start, sizes, column)

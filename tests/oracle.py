@@ -173,7 +173,9 @@ def _logprobs(
     one = index.dim() < x.dim()
     index = index.unsqueeze(-1) if one else index
     ignored = (
-        torch.zeros_like(index, dtype=torch.bool) if ignore_index is None else index == ignore_index
+        torch.zeros_like(index, dtype=torch.bool)
+        if ignore_index is None
+        else index.long() == ignore_index
     )
     picked = log_p.gather(-1, torch.where(ignored, 0, index).long())
     picked = torch.where(dead.unsqueeze(-1), math.nan, picked)

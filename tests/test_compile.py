@@ -122,6 +122,26 @@ def test_two_graphs_where_logits_come_from_outside(op: Op, eager_kernels: None) 
     assert counter.frame_count == 2
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("unused", ["left out", "detached"])
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_two_results_is_used(used: int, unused: str, eager_kernels: None) -> None:
+    op = OP["logprobs_and_entropy"]
+    inputs = draw(op)
+
+    def loss(logits: Tensor, index: Tensor) -> Tensor:
+        results = op(logits, index)
+        other = results[1 - used].detach().sum() if unused == "detached" else 0
+        return results[used].sum() + other
+
+    compiled_loss = compiled(loss, backend="aot_eager")
+    with on_mesh((2,)) as mesh:
+        logits = distribute(inputs["logits"], mesh, [Shard(-1)]).requires_grad_()
+        actual, expected = (f(logits, inputs["index"]) for f in (compiled_loss, loss))
+        assert_same([actual], [expected])
+        assert_same(*(torch.autograd.grad(x, [logits]) for x in (actual, expected)))
+
+
 def count_graphs(op: Op, batches: Sequence[Batch]) -> int:
     """How many graphs one step is compiled to, over batches for which it is right."""
     counter, loss = CompileCounterWithBackend("aot_eager"), loss_of(op)

@@ -204,6 +204,7 @@ forward:
   all_gather_into_tensor
   wait_tensor
   cross_entropy_merge
+  cross_entropy_check
 backward:
   cross_entropy_backward""",
     )

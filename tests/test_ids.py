@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, expect, named, place, tp
+from tests.ops import OP, OPS, WITH_IDS, Layout, Op, check, draw, expect, named, place, tp
 from tests.oracle import assert_values
 from tests.ranks import Collectives, distribute, on_mesh, part, parts
 
@@ -146,12 +146,20 @@ def test_ids_that_lie_otherwise_are_moved(op: Op, placements: tuple[Placement, .
             (out, *_) = op(logits, *rows)
         with Collectives() as backward:
             out.sum().backward()
-    sums = 2 if op.reduces_rows else 0
+    sums = 1 if op.reduces_rows else 0
     assert len(forward.seen) == len(of_rows.seen) + len(op.numbers) + sums
     assert not backward.seen
     wanted = (S0, R) if expected.dim() else (R, R)
     for rank, local in parts(out).items():
         assert_values(local.detach(), part(expected, (2, 2), wanted, rank))
+
+
+@pytest.mark.parametrize("ignore_index", [2**32, -(2**63)])
+def test_ignored_number_does_not_wrap(ignore_index: int) -> None:
+    """int32 ids are none of those that only 64 bits can hold."""
+    op, inputs = OP["logprobs"], draw(OP["logprobs"])
+    inputs["index"] = torch.zeros(6, dtype=torch.int32)
+    check(op, inputs, ignore_index=ignore_index)
 
 
 # ------------------------------------------------------------------ K of them

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -15,6 +16,7 @@ import dtensor_vocab as dv
 from tests.ops import OP, OPS, WITH_IDS, Layout, Op, check, draw, expect, named, observe, place, tp
 from tests.oracle import assert_gradient, assert_values
 from tests.ranks import World, distribute, from_parts, on_mesh, part, parts
+from tests.step import compiled
 
 two_ranks, four_ranks = pytest.mark.ranks(2), pytest.mark.ranks(4)
 eager = pytest.mark.usefixtures("eager_kernels")
@@ -124,6 +126,41 @@ def test_bad_id_on_one_rank(op: Op, ids: str, bad: int) -> None:
                 text = raised_everywhere(RuntimeError, lambda: op(*placed.values()))
             assert text.startswith(f"{op.name}: expected ids in the range 0 <= id < 10")
     check(op, draw(op), tp(2))
+
+
+def check_bad_row(layout: Layout, reduction: str, call: Callable[..., Tensor]) -> None:
+    """A reduction tells of it to those that have other rows, which would wait for the sum."""
+    op = OP["cross_entropy(reduction=mean,z_loss=0.1)"].with_options(reduction=reduction)
+    inputs = draw(op, (4,))
+    inputs["target"][3] = 10 if rank() == dist.get_world_size() - 1 else 3
+    with on_mesh(layout.mesh) as mesh:
+        placed = [place(n, x, mesh, layout, inputs) for n, x in inputs.items()]
+        text = raised_everywhere(RuntimeError, lambda: call(op)(*placed))
+    assert "cross_entropy: expected ids in the range 0 <= id < 10" in text
+    check(op, draw(op, (4,)), layout)
+
+
+@two_ranks
+@eager
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_bad_id_in_rows_of_one_rank(reduction: str) -> None:
+    check_bad_row(Layout((2,), (Shard(0),)), reduction, lambda op: op)
+
+
+@two_ranks
+@eager
+def test_bad_id_in_rows_of_one_rank_compiled() -> None:
+    def call(op: Op) -> Callable[..., Tensor]:
+        return compiled(lambda *inputs: op(*inputs)[0], backend="aot_eager")
+
+    check_bad_row(Layout((2,), (Shard(0),)), "mean", call)
+
+
+@four_ranks
+@eager
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_bad_id_on_one_rank_of_dp_and_tp(reduction: str) -> None:
+    check_bad_row(Layout((2, 2), (Shard(0), Shard(-1))), reduction, lambda op: op)
 
 
 @two_ranks

@@ -104,6 +104,9 @@ def test_ignore_index(op: Op) -> None:
     for value, got in ((-100.0, "float"), ("x", "str"), (True, "bool")):
         text = rf"^{op.name}: expected ignore_index to be an int or None, got {got}"
         refused(TypeError, text, op, *draw(op).values(), ignore_index=value)
+    for value in (2**63, -(2**63) - 1):
+        text = rf"^{op.name}: expected ignore_index of 64 bits, got {value}"
+        refused(ValueError, text, op, *draw(op).values(), ignore_index=value)
 
 
 @pytest.mark.parametrize("op", NOT_ARGMAX, ids=str)

@@ -25,14 +25,14 @@ from dtensor_vocab.inputs import (
 )
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import assert_sound, not_ignored, scaled
+from dtensor_vocab.rows import BAD_ID, BAD_LAYOUT, assert_sound, not_ignored, scaled
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["cross_entropy"]
 
 
-@operator("gathered, rows, rows -> rows, rows")
+@operator("gathered, rows, rows -> rows, rows, rows")
 def cross_entropy_merge(
     stats: Tensor,
     target: Tensor,
@@ -41,8 +41,12 @@ def cross_entropy_merge(
     ignore_index: int | None,
     label_smoothing: float,
     z_loss: float,
-) -> tuple[Tensor, Tensor]:
-    """``stats [shards, *, S]`` to the losses ``[*]`` and (M, log S, lse) ``[*, 3]``."""
+    checked: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``stats [shards, *, S]`` to the losses ``[*]``, faults and (M, log S, lse) ``[*, 3]``.
+
+    The faults raise here if ``checked``, else in ``cross_entropy_check``.
+    """
     rows = Rows(stats[0])
     # 0 as None: inside of a kernel a float is a tensor, whose value is not known
     loss, saved, faults = _merge(
@@ -53,13 +57,17 @@ def cross_entropy_merge(
         label_smoothing or None,
         z_loss or None,
     )
-    assert_sound("cross_entropy", faults, vocab_size, ignore_index)
-    return loss.view(target.shape), saved.view(*target.shape, 3)
+    if checked:
+        assert_sound("cross_entropy", faults, vocab_size, ignore_index)
+    shape = target.shape
+    return loss.view(shape), faults.view(shape), saved.view(*shape, 3)
 
 
 @cross_entropy_merge.register_fake
 def _(stats, target, *_):
-    return stats.new_empty(target.shape), stats.new_empty((*target.shape, 3))
+    shape = target.shape
+    faults = stats.new_empty(shape, dtype=torch.int8)
+    return stats.new_empty(shape), faults, stats.new_empty((*shape, 3))
 
 
 @merge_kernel
@@ -73,6 +81,25 @@ def _merge(stats, target, temperature, ignore_index, label_smoothing, z_loss):
         loss = loss + z_loss * lse.square()
     loss = torch.where(not_ignored(target.squeeze(-1), ignore_index), loss, 0)
     return loss, torch.stack([softmax.maximum, softmax.log_sum, lse], -1), softmax.fault
+
+
+@operator("gathered -> rows")
+def cross_entropy_check(sums: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
+    """0, where ``sums [4]`` of a loss, of valid targets and of either fault have no fault.
+
+    Ranks that have other rows learn of it from the sums, so that none is left waiting for them.
+    """
+    faults = [torch.where(n > 0, kind, 0) for n, kind in zip(sums[2:], FAULTS, strict=True)]
+    assert_sound("cross_entropy", torch.stack(faults), vocab_size, ignore_index)
+    return torch.zeros_like(sums[0])
+
+
+@cross_entropy_check.register_fake
+def _(sums, *_):
+    return sums.new_empty(sums.shape[1:])
+
+
+FAULTS = (BAD_ID, BAD_LAYOUT)
 
 
 @operator("rows, rows, logits, rows, rows, start -> logits")
@@ -151,21 +178,22 @@ class _CrossEntropy(PerToken):
         ignore_index,
         label_smoothing,
         z_loss,
+        checked,
         inplace_backward,
     ):
         args = logits, target, temperature, vocab_start, sizes, ignore_index
         stats = softmax_stats(*args, summed=label_smoothing > 0)
-        options = sizes[-1], ignore_index, label_smoothing, z_loss
+        options = sizes[-1], ignore_index, label_smoothing, z_loss, checked
         return cross_entropy_merge(stats, target, temperature, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        tensors, (*ctx.options, ctx.inplace_backward) = inputs[:4], inputs[4:]
+        tensors, (*ctx.options, _, ctx.inplace_backward) = inputs[:4], inputs[4:]
         PerToken.save(ctx, "cross_entropy", outputs, *tensors)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, _):
+    def backward(ctx, grad, *_):
         *inputs, saved = ctx.saved_tensors
         args = (grad,), saved, *inputs, *ctx.options
         grad_logits = logits_gradient(ctx, cross_entropy_backward, cross_entropy_backward_, *args)
@@ -217,8 +245,7 @@ def cross_entropy(
 
     Communication: one all-gather of 4 numbers per row (6 with label smoothing) over the
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
-    ``"sum"`` and ``"mean"`` all-reduce one and two scalars over the mesh dims that shard leading
-    dims.
+    ``"sum"`` and ``"mean"`` all-reduce four numbers over each mesh dim that shards a leading dim.
 
     Rows: +inf for a target whose logit is -inf, and with label smoothing for any -inf; else those
     of :func:`logprobs`.
@@ -240,7 +267,7 @@ def cross_entropy(
     check_inplace_backward(name, inplace_backward, logits)
     check_float(name, label_smoothing, "label_smoothing", 1)
     check_float(name, z_loss, "z_loss")
-    loss, _ = _CrossEntropy.apply(
+    loss, faults, _ = _CrossEntropy.apply(
         logits,
         target,
         temperature,
@@ -248,18 +275,22 @@ def cross_entropy(
         ignore_index,
         float(label_smoothing),
         float(z_loss),
+        reduction == "none",
         inplace_backward,
     )
     if reduction == "none":
         return loss
-    total = _everywhere(loss.sum())
-    if reduction == "sum":
-        return total
-    return total / _everywhere(not_ignored(target, ignore_index).sum()).clamp(min=1)
+    summed = [not_ignored(target, ignore_index), *(faults == kind for kind in FAULTS)]
+    sums = _sum_of_rows(torch.stack([loss, *(x.to(loss.dtype) for x in summed)], -1))
+    checked = cross_entropy_check(sums.detach(), vocabulary.sizes.vocab_size, ignore_index)
+    total = sums[0] + checked
+    return total if reduction == "sum" else total / sums[1].clamp(min=1)
 
 
-def _everywhere(total: Tensor) -> Tensor:
-    """The sum over all shards of the rows, on every rank."""
-    if not isinstance(total, DTensor):
-        return total
-    return total.redistribute(placements=[Replicate()] * total.device_mesh.ndim)
+def _sum_of_rows(values: Tensor) -> Tensor:
+    """``values [*, S]`` summed over the rows of all ranks, ``[S]`` on every rank."""
+    if values.dim() > 1:
+        values = values.sum(dim=list(range(values.dim() - 1)))
+    if not isinstance(values, DTensor):
+        return values
+    return values.redistribute(placements=[Replicate()] * values.device_mesh.ndim)

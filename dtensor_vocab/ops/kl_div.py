@@ -67,12 +67,14 @@ def _new_stats(a, b, vocab_start) -> Tensor:
 def _shard_stats(a, b, temperature, start, columns, sizes):
     dtype = math_dtype(a, b)
     a, b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
+    masked = (b == -torch.inf) & (a != -torch.inf)
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
     a = rebase(a, maximum_a.unsqueeze(-1), temperature)
     b = rebase(b, maximum_b.unsqueeze(-1), temperature)
     mass = a.exp()
-    cross = torch.where(b == -torch.inf, torch.inf, mass * (a - b))
-    cross = sum_columns(torch.where(a == -torch.inf, 0, cross))
+    # Of mass that is 0 in fp32, infinite is what b masks; what overflowed to -inf counts nothing.
+    nothing = torch.where(masked, torch.inf, 0)
+    cross = sum_columns(torch.where(mass == 0, nothing, mass * (a - b)))
     sound = coverage(a, start, columns, sizes)
     return torch.stack([maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1), cross], -1)
 
@@ -99,8 +101,9 @@ def _merge(stats, temperature):
     maximum_b, total_b, shift_b = merge_norm(m_b, s_b, temperature)
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
     # "is infinite" does not pass through a product: the weight of the shard may be 0
-    cross = torch.where(c == torch.inf, c, shift_a.exp() * (c + s_a * (shift_a - shift_b)))
-    cross = torch.where(m_a == -torch.inf, 0, cross).sum(-1)
+    weight = shift_a.exp()
+    cross = torch.where(weight == 0, 0, weight * (c + s_a * (shift_a - shift_b)))
+    cross = torch.where(c == torch.inf, c, cross).sum(-1)
     value = (cross / total_a - log_sum_a + log_sum_b).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
     return value, saved, fault(sound)

@@ -12,7 +12,6 @@ from dtensor_vocab.autograd import (
     differentiable_once,
     empty_grad,
     logits_gradient,
-    received,
 )
 from dtensor_vocab.inputs import (
     check_ids,
@@ -31,28 +30,33 @@ from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 __all__ = ["logprobs_and_entropy"]
 
 
-@operator("gathered, rows, rows -> rows, rows, rows")
+@operator("gathered, rows, rows -> rows, rows")
 def logprobs_and_entropy_merge(
     stats: Tensor,
     index: Tensor,
     temperature: Tensor | None,
     vocab_size: int,
     ignore_index: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``stats [shards, *, S]`` to log p, shaped as ``index``, H and (M, log S, H) ``[*, 3]``."""
+) -> tuple[Tensor, Tensor]:
+    """``stats [shards, *, S]`` to (log p, H) ``[*, K + 1]`` and (M, log S, H) ``[*, 3]``.
+
+    In one tensor, since of several that are DTensors, torch.compile hands a plain tensor to
+    backward as the gradient of one that is not used.
+    """
     by_row = Rows(stats[0])
-    log_p, entropy, saved, faults = _merge(
+    both, saved, faults = _merge(
         stats_per_row(stats), by_row(index), by_row(temperature), ignore_index
     )
     assert_sound("logprobs_and_entropy", faults, vocab_size, ignore_index)
     lead = stats.shape[1:-1]
-    return log_p.view(index.shape), entropy.view(lead), saved.view(*lead, 3)
+    return both.view(*lead, both.shape[-1]), saved.view(*lead, 3)
 
 
 @logprobs_and_entropy_merge.register_fake
 def _(stats, index, *_):
     lead = stats.shape[1:-1]
-    return stats.new_empty(index.shape), stats.new_empty(lead), stats.new_empty((*lead, 3))
+    k = index.shape[-1] if index.dim() > len(lead) else 1
+    return stats.new_empty((*lead, k + 1)), stats.new_empty((*lead, 3))
 
 
 @merge_kernel
@@ -60,13 +64,12 @@ def _merge(stats, index, temperature, ignore_index):
     softmax = merge_softmax(stats, temperature, weighted=True)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
     log_p = torch.where(not_ignored(index, ignore_index), softmax.log_p, 0)
-    return log_p, softmax.entropy, saved, softmax.fault
+    return torch.cat([log_p, softmax.entropy.unsqueeze(-1)], -1), saved, softmax.fault
 
 
-@operator("rows, rows, rows, logits, rows, rows, start -> logits")
+@operator("rows, rows, logits, rows, rows, start -> logits")
 def logprobs_and_entropy_backward(
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
+    grad: Tensor,
     saved: Tensor,
     logits: Tensor,
     index: Tensor,
@@ -75,20 +78,18 @@ def logprobs_and_entropy_backward(
     sizes: Sequence[int],
     ignore_index: int | None,
 ) -> Tensor:
-    """The gradient of ``logits [*, V_local]`` for those of both results."""
-    values = grad_logprobs, grad_entropy, ignore_index
-    return _gradient(logits, saved, index, temperature, vocab_start, sizes, *values)
+    """The gradient of ``logits [*, V_local]`` for ``grad [*, K + 1]``."""
+    return _gradient(logits, saved, index, temperature, vocab_start, sizes, grad, ignore_index)
 
 
 @logprobs_and_entropy_backward.register_fake
-def _(grad_logprobs, grad_entropy, saved, logits, *_):
+def _(grad, saved, logits, *_):
     return empty_grad(logits)
 
 
-@operator("rows, rows, rows, logits, rows, rows, start -> ", mutates="logits")
+@operator("rows, rows, logits, rows, rows, start -> ", mutates="logits")
 def logprobs_and_entropy_backward_(
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
+    grad: Tensor,
     saved: Tensor,
     logits: Tensor,
     index: Tensor,
@@ -99,7 +100,7 @@ def logprobs_and_entropy_backward_(
 ) -> None:
     """The same, in place of the logits."""
     args = logits, saved, index, temperature, vocab_start, sizes
-    _gradient.overwrite(*args, grad_logprobs, grad_entropy, ignore_index)
+    _gradient.overwrite(*args, grad, ignore_index)
 
 
 @logprobs_and_entropy_backward_.register_fake
@@ -111,12 +112,11 @@ def _(*_):
 def _gradient(
     saved: Tensor,
     index: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
+    grad: Tensor,
     ignore_index: int | None,
 ) -> Coefficients:
-    a, b, *_ = entropy_coefficients(grad_entropy, saved)
-    c = torch.where(not_ignored(index, ignore_index), grad_logprobs, 0)
+    a, b, *_ = entropy_coefficients(grad[..., -1:], saved)
+    c = torch.where(not_ignored(index, ignore_index), grad[..., :-1], 0)
     return Coefficients(a=a - c.sum(-1, keepdim=True), b=b, c=c)
 
 
@@ -130,22 +130,14 @@ class _LogprobsAndEntropy(PerToken):
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         *tensors, ctx.sizes, ctx.ignore_index, ctx.inplace_backward = inputs
-        PerToken.save(ctx, "logprobs_and_entropy", outputs, *tensors, differentiable=2)
+        PerToken.save(ctx, "logprobs_and_entropy", outputs, *tensors)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad_logprobs, grad_entropy, _):
+    def backward(ctx, grad, _):
         *inputs, saved = ctx.saved_tensors
-        logits, index, *_ = inputs
-        # Zeros for none: DTensor's cache in torch 2.11 takes (None, grad) for (grad, None).
-        grad_logprobs = received(grad_logprobs, logits)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(index, dtype=saved.dtype)
-        grad_entropy = received(grad_entropy, logits)
-        if grad_entropy is None:
-            grad_entropy = torch.zeros_like(saved[..., 0])
         operators = logprobs_and_entropy_backward, logprobs_and_entropy_backward_
-        args = (grad_logprobs, grad_entropy), saved, *inputs, ctx.sizes, ctx.ignore_index
+        args = (grad,), saved, *inputs, ctx.sizes, ctx.ignore_index
         return (logits_gradient(ctx, *operators, *args),)
 
 
@@ -190,7 +182,9 @@ def logprobs_and_entropy(
     check_ignore_index(name, ignore_index)
     temperature = check_temperature(name, temperature, logits)
     check_inplace_backward(name, inplace_backward, logits)
-    log_p, entropy, _ = _LogprobsAndEntropy.apply(
+    both, _ = _LogprobsAndEntropy.apply(
         logits, index, temperature, *vocabulary, ignore_index, inplace_backward
     )
-    return log_p, entropy
+    log_p = both[..., :-1] if index.dim() == logits.dim() else both[..., 0]
+    results = log_p, both[..., -1]
+    return tuple(x.clone(memory_format=torch.contiguous_format) for x in results)

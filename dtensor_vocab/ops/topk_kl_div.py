@@ -227,7 +227,8 @@ def _(grad, saved, student, *_):
 
 @SoftmaxGradient
 def _gradient(saved: Tensor, ids: Tensor, grad: Tensor) -> Coefficients:
-    terms = torch.where(grad == 0, 0, grad * saved[..., 4:])
+    slopes = saved[..., 4:]
+    terms = torch.where((grad == 0) | (slopes == 0), 0, grad * slopes)
     at_index = terms[..., 1:2], saved[..., 2:4]
     return Coefficients(a=terms[..., :1], c=terms[..., 2:], at_index=at_index)
 
@@ -266,7 +267,8 @@ class _TopkKLDiv(PerToken):
             to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.sizes)
         if ctx.needs_input_grad[1]:
             grad = grad.unsqueeze(-1)
-            to_teacher = (slopes * grad).masked_fill(grad == 0, 0).to(ctx.teacher_dtype)
+            nothing = (grad == 0) | (slopes == 0)
+            to_teacher = (slopes * grad).masked_fill(nothing, 0).to(ctx.teacher_dtype)
         return to_student, to_teacher
 
 
