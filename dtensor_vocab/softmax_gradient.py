@@ -9,6 +9,7 @@ over the temperature, if there is one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -163,8 +164,9 @@ def _gradient(terms, slope, log_p, column, start, sizes) -> Tensor:
     """``p_v (a + b log p_v) + u``, 0 where p_v is exactly 0 and where u meets padding."""
     if terms.b is not None:
         slope = slope + terms.b * log_p
-    p = log_p.exp()
-    gradient = torch.where(p == 0, 0, p * slope)
+    finfo = torch.finfo(log_p.dtype)
+    zero = math.log(finfo.tiny * finfo.eps) - 1  # p is 0 below; its logarithm may have overflowed
+    gradient = torch.where(log_p < zero, 0, log_p.exp() * slope)
     if terms.u is None:
         return gradient
     return gradient + without_padding(terms.u, 0, start, sizes, column)
