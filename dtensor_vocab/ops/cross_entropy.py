@@ -281,7 +281,8 @@ def cross_entropy(
     if reduction == "none":
         return loss
     summed = [not_ignored(target, ignore_index), *(faults == kind for kind in FAULTS)]
-    sums = _sum_of_rows(torch.stack([loss, *(x.to(loss.dtype) for x in summed)], -1))
+    values = [loss, *(x.to(loss.dtype) for x in summed)]
+    sums = _sum_of_rows(torch.stack(values, loss.dim()))  # of -1, torch 2.11 shards another dim
     checked = cross_entropy_check(sums.detach(), vocabulary.sizes.vocab_size, ignore_index)
     total = sums[0] + checked
     return total if reduction == "sum" else total / sums[1].clamp(min=1)
