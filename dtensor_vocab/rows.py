@@ -33,6 +33,7 @@ __all__ = [
     "scaled",
     "sum_columns",
     "sum_equal",
+    "weigh",
     "without_padding",
 ]
 
@@ -109,6 +110,11 @@ def merge_norm(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tensor
     maximum = m.amax(-1)
     shift = rebase(m, maximum.unsqueeze(-1), temperature)
     return maximum, (shift.exp() * s).sum(-1), shift
+
+
+def weigh(mass: Tensor, x: Tensor) -> Tensor:
+    """``mass * x``, 0 where there is no mass in this dtype: ``x`` may have overflowed to -inf."""
+    return torch.where(mass == 0, 0, mass * x)
 
 
 def sum_columns(terms: Tensor) -> Tensor:

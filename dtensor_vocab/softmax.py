@@ -4,16 +4,16 @@ Over its own columns, a shard computes for each row, in one read of the logits x
 
     m = max x_v,  s = Σ e^(x_v - m),  picked_k = x[index_k]
 
-and where asked for w = Σ e^(x_v - m) (x_v - m) and t = Σ (x_v - m) / N over its n columns of the N
-there are. With a temperature, each difference of logits is divided by it. With M = max m_r over the
-shards r, the whole vocabulary has
+and where asked for w = Σ e^(x_v - m) (x_v - m) and, over its n tokens of the N there are, n / N and
+t = Σ (x_v - m) / N. With a temperature, each difference of logits is divided by it. With M = max
+m_r over the shards r, the whole vocabulary has
 
     S = Σ_r s_r e^(m_r - M),  W = Σ_r e^(m_r - M) (w_r + s_r (m_r - M)),
-    T = Σ_r t_r + n_r (m_r - M) / N
+    T = Σ_r t_r + (n_r / N) (m_r - M)
 
 so that log p_v = (x_v - M) - log S, the entropy is log S - W / S and the mean of log p_v over the
-vocabulary is T - log S. M and log S are kept apart: their sum would lose the digits of
-log S where all logits are large. (The merge is that of online softmax, Milakov and Gimelshein,
+vocabulary is T - log S. M and log S are kept apart: their sum would lose the digits of log S where
+all logits are large. (The merge is that of online softmax, Milakov and Gimelshein,
 https://arxiv.org/abs/1805.02867, with further sums.)
 """
 
@@ -38,6 +38,7 @@ from dtensor_vocab.rows import (
     prepare,
     rebase,
     scaled,
+    weigh,
 )
 
 __all__ = ["Softmax", "merge_softmax", "softmax_stats"]
@@ -57,7 +58,7 @@ def softmax_stats(
     weighted: bool = False,
     summed: bool = False,
 ) -> Tensor:
-    """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, (w), (t, n), picked.
+    """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, (w), (t, n / N), picked.
 
     ``vocab_start [1]`` is the shard's first column, ``sizes`` a :class:`~dtensor_vocab.rows.Sizes`.
     ``index``, ``[*]`` or ``[*, K]``, holds ids of the whole vocabulary.
@@ -95,8 +96,7 @@ def _shard_stats(logits, index, temperature, start, columns, sizes, ignore_index
     sound = coverage(x, start, columns, sizes, index, ignore_index)
     stats = [maximum, total, sound]
     if weighted:
-        # 0 times what may have overflowed to -inf
-        stats.append(torch.where(mass == 0, 0, mass * shifted).sum(-1))
+        stats.append(weigh(mass, shifted).sum(-1))
     if summed:
         vocab_size = Sizes(*sizes).vocab_size
         tokens = (vocab_size - start).clamp(0, columns)
@@ -104,7 +104,7 @@ def _shard_stats(logits, index, temperature, start, columns, sizes, ignore_index
         shifted = rebase(x, maximum.unsqueeze(-1), temperature)
         # each divided, since logits that stand for -inf are too large for a sum
         stats.append(torch.where(column < tokens, shifted / vocab_size, 0).sum(-1))
-        stats.append(tokens.to(x.dtype).expand(maximum.shape))
+        stats.append((tokens.to(x.dtype) / vocab_size).expand(maximum.shape))
     stats = torch.stack(stats, -1)
     return stats if index is None else torch.cat([stats, pick(logits, index, start, columns)], -1)
 
@@ -132,13 +132,11 @@ def merge_softmax(
     maximum, total, shift = merge_norm(m, s, temperature)
     log_sum, entropy, mean_log_p = total.log(), None, None
     if weighted:
-        weight = shift.exp()
-        w = torch.where(weight == 0, 0, weight * (stats[..., 3] + s * shift)).sum(-1)
+        w = weigh(shift.exp(), stats[..., 3] + s * shift).sum(-1)
         entropy = (log_sum - w / total).clamp_min(0)
     if summed:
-        t, n = stats[..., 3 + weighted], stats[..., 4 + weighted]
-        share = n / n.sum(-1, keepdim=True)
-        mean_log_p = torch.where(n > 0, t + share * shift, 0).sum(-1) - log_sum
+        t, share = stats[..., 3 + weighted], stats[..., 4 + weighted]
+        mean_log_p = (t + weigh(share, shift)).sum(-1) - log_sum
     picked = stats[..., 3 + weighted + 2 * summed :].sum(-2)
     log_p = log_prob(picked, maximum.unsqueeze(-1), log_sum.unsqueeze(-1), temperature)
     return Softmax(maximum, log_sum, log_p, fault(stats[..., 2]), entropy, mean_log_p)

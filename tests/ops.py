@@ -88,7 +88,7 @@ OPS = [
     Op("logprobs_and_entropy", ("logits", "index"), numbers=(5,)),
     Op("kl_div", ("student", "teacher"), numbers=(6,)),
     Op("kl_div", ("student", "teacher"), options={"reverse": True}, numbers=(6,)),
-    Op("js_div", ("student", "teacher"), options={"beta": 0.3}, numbers=(6, 2)),
+    Op("js_div", ("student", "teacher"), options={"beta": 0.3}, numbers=(5, 2)),
     Op("cross_entropy", ("logits", "target"), options={"reduction": "none"}),
     Op(
         "cross_entropy",

@@ -33,7 +33,7 @@ __all__ = ["js_div"]
 
 @operator("gathered, rows -> rows")
 def js_div_normalize(stats: Tensor, temperature: Tensor | None) -> Tensor:
-    """``stats [shards, *, 6]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
+    """``stats [shards, *, 5]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
     norms, faults = _normalize(stats_per_row(stats), Rows(stats[0])(temperature))
     assert_sound("js_div", faults)
     return norms.view(*stats.shape[1:-1], 4)
@@ -46,7 +46,7 @@ def _(stats, temperature):
 
 @merge_kernel
 def _normalize(stats, temperature):
-    m_s, s_s, sound, m_t, s_t, _ = stats.unbind(-1)
+    m_s, s_s, sound, m_t, s_t = stats.unbind(-1)
     maximum_s, total_s, _ = merge_norm(m_s, s_s, temperature)
     maximum_t, total_t, _ = merge_norm(m_t, s_t, temperature)
     norms = torch.stack([maximum_s, total_s.log(), maximum_t, total_t.log()], -1)
@@ -179,8 +179,7 @@ def _gradient(
 class _JSDiv(PerToken):
     @staticmethod
     def forward(student, teacher, temperature, vocab_start, sizes, beta):
-        # Its cross term is not needed, but a kernel without it would be one more.
-        stats = kl_div_stats(student, teacher, temperature, vocab_start, sizes)
+        stats = kl_div_stats(student, teacher, temperature, vocab_start, sizes, False)
         norms = js_div_normalize(stats, temperature)
         terms = js_div_stats(student, teacher, norms, temperature, vocab_start, sizes, beta)
         return js_div_merge(terms, norms, beta)
@@ -230,8 +229,9 @@ def js_div(
         ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits; gradients,
         dtypes and placements as those of :func:`kl_div`.
 
-    Communication: two all-gathers, of 6 and of 2 numbers per row, over the vocabulary's mesh dim
-    forward (one at β = 0 and 1), none backward, none where V is not sharded over several ranks.
+    Communication: two all-gathers, of 5 and of 2 numbers per row, over the vocabulary's mesh dim
+    forward (at β = 0 and 1 one, of 6), none backward, none where V is not sharded over several
+    ranks.
 
     Rows: finite where one masks what the other does not (for 0 < β < 1); else those of
     :func:`kl_div`.

@@ -32,6 +32,7 @@ from dtensor_vocab.rows import (
     prepare,
     rebase,
     sum_columns,
+    weigh,
 )
 
 __all__ = ["KLDiv", "kl_div", "kl_div_stats"]
@@ -44,27 +45,28 @@ def kl_div_stats(
     temperature: Tensor | None,
     vocab_start: Tensor,
     sizes: Sequence[int],
+    cross: bool,
 ) -> Tensor:
-    """Statistics ``[1, *, 6]`` of shards ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, c."""
-    stats = _new_stats(a, b, vocab_start)
+    """Statistics ``[1, *, S]`` of ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, (c)."""
+    stats = _new_stats(a, b, vocab_start, cross)
     rows = Rows(a, b)
     if rows.count == 0:
         return stats
-    args = rows(temperature), vocab_start[0], a.shape[-1], sizes
+    args = rows(temperature), vocab_start[0], a.shape[-1], sizes, cross
     return _shard_stats(*rows.logits, *args).view(stats.shape)
 
 
 @kl_div_stats.register_fake
-def _(a, b, temperature, vocab_start, *_):
-    return _new_stats(a, b, vocab_start)
+def _(a, b, temperature, vocab_start, sizes, cross):
+    return _new_stats(a, b, vocab_start, cross)
 
 
-def _new_stats(a, b, vocab_start) -> Tensor:
-    return a.new_empty((vocab_start.shape[0], *a.shape[:-1], 6), dtype=math_dtype(a, b))
+def _new_stats(a, b, vocab_start, cross) -> Tensor:
+    return a.new_empty((vocab_start.shape[0], *a.shape[:-1], 5 + cross), dtype=math_dtype(a, b))
 
 
 @kernel
-def _shard_stats(a, b, temperature, start, columns, sizes):
+def _shard_stats(a, b, temperature, start, columns, sizes, cross):
     dtype = math_dtype(a, b)
     a, b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
     masked = (b == -torch.inf) & (a != -torch.inf)
@@ -72,11 +74,14 @@ def _shard_stats(a, b, temperature, start, columns, sizes):
     a = rebase(a, maximum_a.unsqueeze(-1), temperature)
     b = rebase(b, maximum_b.unsqueeze(-1), temperature)
     mass = a.exp()
+    sound = coverage(a, start, columns, sizes)
+    stats = [maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1)]
+    if not cross:
+        return torch.stack(stats, -1)
     # Of mass that is 0 in fp32, infinite is what b masks; what overflowed to -inf counts nothing.
     nothing = torch.where(masked, torch.inf, 0)
-    cross = sum_columns(torch.where(mass == 0, nothing, mass * (a - b)))
-    sound = coverage(a, start, columns, sizes)
-    return torch.stack([maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1), cross], -1)
+    terms = torch.where(mass == 0, nothing, mass * (a - b))
+    return torch.stack([*stats, sum_columns(terms)], -1)
 
 
 @operator("gathered, rows -> rows, rows")
@@ -101,8 +106,7 @@ def _merge(stats, temperature):
     maximum_b, total_b, shift_b = merge_norm(m_b, s_b, temperature)
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
     # "is infinite" does not pass through a product: the weight of the shard may be 0
-    weight = shift_a.exp()
-    cross = torch.where(weight == 0, 0, weight * (c + s_a * (shift_a - shift_b)))
+    cross = weigh(shift_a.exp(), c + s_a * (shift_a - shift_b))
     cross = torch.where(c == torch.inf, c, cross).sum(-1)
     value = (cross / total_a - log_sum_a + log_sum_b).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
@@ -160,7 +164,7 @@ def _gradient(
 class KLDiv(PerToken):
     @staticmethod
     def forward(a, b, temperature, vocab_start, sizes, function):
-        stats = kl_div_stats(a, b, temperature, vocab_start, sizes)
+        stats = kl_div_stats(a, b, temperature, vocab_start, sizes, True)
         return kl_div_merge(stats, temperature, function)
 
     @staticmethod
