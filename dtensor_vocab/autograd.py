@@ -25,12 +25,7 @@ class PerToken(torch.autograd.Function):
         cls.forward.__signature__ = inspect.signature(cls.forward)
 
     @staticmethod
-    def save(
-        ctx: Any,
-        function: str,
-        outputs: tuple[Tensor, ...],
-        *inputs: Tensor | None,
-    ) -> None:
+    def save(ctx: Any, function: str, outputs: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
         """For ``setup_context``: what backward reads, and whose it is.
 
         The first output has a gradient, the last one is saved.

@@ -31,6 +31,8 @@ from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["cross_entropy"]
 
+FAULTS = (BAD_ID, BAD_LAYOUT)
+
 
 @operator("gathered, rows, rows -> rows, rows, rows")
 def cross_entropy_merge(
@@ -97,9 +99,6 @@ def cross_entropy_check(sums: Tensor, vocab_size: int, ignore_index: int | None)
 @cross_entropy_check.register_fake
 def _(sums, *_):
     return sums.new_empty(sums.shape[1:])
-
-
-FAULTS = (BAD_ID, BAD_LAYOUT)
 
 
 @operator("rows, rows, logits, rows, rows, start -> logits")
@@ -230,14 +229,7 @@ def cross_entropy(
             over all rows of all ranks.
         label_smoothing: 0 <= ε <= 1.
         z_loss: ζ >= 0.
-        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
-            row, placed as ``target``. The softmax is of ``logits / temperature``; gradients
-            are with respect to ``logits``, and none flows to the temperature.
-        vocab_size: number of columns that are tokens. The columns after them are padding, with
-            probability 0 and gradient 0, and ids of padding are out of range. Default: V.
-        inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
-            for its own backward then raises autograd's "modified by an inplace operation". Under
-            ``torch.compile`` and ``torch.func`` the gradient is a new tensor all the same.
+        temperature, vocab_size, inplace_backward: as in :func:`logprobs`.
 
     Returns:
         fp32 (fp64 for fp64 logits). ``"none"``: ``[*]``, placed as that of :func:`logprobs`. Else a

@@ -131,9 +131,7 @@ def entropy(
             are with respect to ``logits``, and none flows to the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0, and ids of padding are out of range. Default: V.
-        inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
-            for its own backward then raises autograd's "modified by an inplace operation". Under
-            ``torch.compile`` and ``torch.func`` the gradient is a new tensor all the same.
+        inplace_backward: as in :func:`logprobs`.
 
     Returns:
         ``[*]``, fp32 (fp64 for fp64 logits), never negative; a DTensor where the logits are one:

@@ -158,14 +158,7 @@ def logprobs_and_entropy(
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, as in :func:`logprobs`.
         ignore_index: ids equal to it have log-probability 0 without a gradient; the entropy counts.
-        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
-            row, placed as ``index``. The softmax is of ``logits / temperature``; gradients
-            are with respect to ``logits``, and none flows to the temperature.
-        vocab_size: number of columns that are tokens. The columns after them are padding, with
-            probability 0 and gradient 0, and ids of padding are out of range. Default: V.
-        inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
-            for its own backward then raises autograd's "modified by an inplace operation". Under
-            ``torch.compile`` and ``torch.func`` the gradient is a new tensor all the same.
+        temperature, vocab_size, inplace_backward: as in :func:`logprobs`.
 
     Returns:
         log-probabilities, shaped as ``index``, and entropies ``[*]``; dtype and placements as

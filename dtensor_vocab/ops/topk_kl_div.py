@@ -235,16 +235,7 @@ def _gradient(saved: Tensor, ids: Tensor, grad: Tensor) -> Coefficients:
 
 class _TopkKLDiv(PerToken):
     @staticmethod
-    def forward(
-        student,
-        teacher_logprobs,
-        ids,
-        temperature,
-        vocab_start,
-        sizes,
-        reverse,
-        tail,
-    ):
+    def forward(student, teacher_logprobs, ids, temperature, vocab_start, sizes, reverse, tail):
         args = student, ids, temperature, vocab_start, sizes
         stats = topk_kl_div_stats(*args) if tail else softmax_stats(*args, None)
         options = sizes[-1], reverse, tail
