@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIMULATED_RANKS = 16
-COLLECTIVE_TIMEOUT = 30.0
+COLLECTIVE_TIMEOUT = 10.0
 """Seconds that a real rank waits for its peers in a collective: a hang is a failure soon."""
 TEST_TIMEOUT = 300.0
 """Seconds without the end of a test after which the real ranks are killed."""
@@ -197,7 +197,7 @@ class World:
         self.exchanges += 1
         self.store.set(f"{self.exchanges}/{self.rank}", pickle.dumps(value))
         keys = [f"{self.exchanges}/{rank}" for rank in range(self.size)]
-        self.store.wait(keys, self.timeout)
+        self.store.wait(keys, 3 * self.timeout)  # a peer may still be compiling
         return [pickle.loads(self.store.get(key)) for key in keys]
 
     def settle(self, name: str, passed: bool) -> None:

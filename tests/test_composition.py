@@ -85,8 +85,8 @@ def test_checkpoint_on_ranks(op: Op, how: str, eager_kernels: None) -> None:
         step = compiled(checkpointed(loss, how), backend=graphs.backend)
         assert_identical(train(step, batch), expected)
     gathers = [ours(graph).count("all_gather_into_tensor") for graph in graphs.both]
-    assert gathers[0] == forward
-    assert gathers[1] in ({0} if how == "selective" else {0, forward})  # 2.11 saves collectives
+    saves = how == "selective" or torch.__version__ < "2.12"  # which saves all collectives
+    assert gathers == [forward, 0 if saves else forward]
 
 
 # ------------------------------------------------------------------ autocast
