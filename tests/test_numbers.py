@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from tests.ops import (
     observe,
     tp,
 )
-from tests.oracle import assert_bytes_equal, assert_values
+from tests.oracle import assert_bytes_equal, assert_gradient, assert_values
 from tests.ranks import on_mesh, parts
 
 eager = pytest.mark.usefixtures("eager_kernels")
@@ -171,13 +173,30 @@ def test_masks_of_large_finite_numbers(
     options = {} if op.name == "argmax" else {"temperature": temperature}
     if "label_smoothing" not in op.options:
         check(op, inputs, layout, **options)
-    elif temperature == 1:  # a value as large as the masks, where fp32 holds it
-        expected = expect(op, inputs)
-        observed = observe_in(op, inputs, layout)
-        for local in parts(observed.outputs[0]).values():
-            torch.testing.assert_close(
-                local.detach().double(), expected.outputs[0].detach(), rtol=1e-5, atol=0
-            )
+        return
+    # a loss as large as the masks, infinite where fp32 does not hold these
+    expected = expect(op, inputs, **options)
+    observed = observe_in(op, inputs, layout, expected.grads, **options)
+    overflow = value / temperature < torch.finfo(torch.float32).min
+    loss = torch.full((6,), INF).double() if overflow else expected.outputs[0]
+    for local in parts(observed.outputs[0]).values():
+        torch.testing.assert_close(local.detach().double(), loss, rtol=1e-5, atol=0)
+    gradient = torch.cat(list(parts(observed.gradients["logits"]).values()), -1)
+    assert_gradient(gradient, expected.gradients["logits"])
+
+
+@eager
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("masked", [0, 1], ids=["student", "teacher"])
+@pytest.mark.parametrize("op", PAIRS, ids=str)
+def test_masks_that_overflow_where_the_other_has_no_mass(
+    op: Op, masked: int, layout: Layout | None
+) -> None:
+    inputs = draw(op, (6,), 8)
+    mask, other = op.logits[masked], op.logits[1 - masked]
+    inputs[mask][:, 5:] = torch.finfo(torch.float32).min
+    inputs[other][:, 5:] = -200
+    check(op, inputs, layout, temperature=0.5)
 
 
 @eager
@@ -336,14 +355,36 @@ def test_divergence_is_never_negative(op: Op, layout: Layout | None) -> None:
     assert all((local >= 0).all() for local in parts(observed.outputs[0]).values())
 
 
+@eager
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("spread", [0.5, 4])
+@pytest.mark.parametrize("beta", [1e-9, 1e-6, 1e-3, 1 - 1e-3, 1 - 1e-6, 1 - 1e-9])
+def test_jensen_shannon_near_its_ends(beta: float, spread: float, layout: Layout | None) -> None:
+    """Nearly nothing, but that to all digits: β times KL(t || s), and the other way round."""
+    op = OP["js_div(beta=0.3)"].with_options(beta=beta)
+    inputs = {name: spread * torch.randn(16, 48) for name in op.logits}
+    expected = expect(op, inputs, [torch.ones(16)])
+    observed = observe_in(op, inputs, layout)
+    for local in parts(observed.outputs[0]).values():
+        torch.testing.assert_close(local.detach().double(), expected.outputs[0], rtol=1e-5, atol=0)
+    for name, gradient in observed.gradients.items():
+        whole = torch.cat(list(parts(gradient).values()), -1)
+        wanted = expected.gradients[name]
+        assert (whole - wanted).abs().amax() <= 1e-5 * wanted.abs().amax()
+
+
 def observe_in(
-    op: Op, inputs: Inputs, layout: Layout | None, grads: list[Tensor] | None = None
+    op: Op,
+    inputs: Inputs,
+    layout: Layout | None,
+    grads: Sequence[Tensor | None] | None = None,
+    **options: Any,
 ) -> Observed:
     grads = grads or [torch.ones(inputs[op.logits[0]].shape[:-1])]
     if layout is None:
-        return observe(op, inputs, grads=grads)
+        return observe(op, inputs, grads=grads, **options)
     with on_mesh(layout.mesh) as mesh:
-        return observe(op, inputs, mesh, layout, grads)
+        return observe(op, inputs, mesh, layout, grads, **options)
 
 
 # ------------------------------------------------------------------ precision of the results

@@ -21,12 +21,7 @@ from dtensor_vocab.kernel import Rows, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
 from dtensor_vocab.pair_gradient import PairGradient, gradients_of_pair, log_probs
-from dtensor_vocab.rows import (
-    assert_sound,
-    fault,
-    merge_norm,
-    sum_columns,
-)
+from dtensor_vocab.rows import assert_sound, fault, merge_norm, sum_columns
 
 __all__ = ["js_div"]
 
@@ -84,23 +79,27 @@ def _new_stats(student, norms, vocab_start) -> Tensor:
 @kernel
 def _terms(student, teacher, norms, temperature, start, sizes, beta):
     logs = log_probs(student, teacher, norms, temperature, start, sizes)
-    p_s, log_s, p_t, log_t = _ratios(*logs, beta)
-    return torch.stack([sum_columns(p_s * log_s), sum_columns(p_t * log_t)], -1)
+    s, log_s, t, log_t = _ratios(*logs, beta)
+    return torch.stack([sum_columns(s * log_s), sum_columns(t * log_t)], -1)
 
 
 def _ratios(log_s: Tensor, log_t: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
     """s, log s/m, t, log t/m; a logarithm is 0 where its probability is.
 
-    Both come from |log s/t|, on the side of the larger one: exact where s = t, no overflow.
+    m = s + β (t - s) = t + (1 - β) (s - t) keeps the digits of log s/m for s near t and for β near
+    0, and those of log t/m for β near 1.
     """
-    p_s, p_t = log_s.exp(), log_t.exp()
-    gap = log_s - log_t
-    beta = beta.to(gap.dtype)
-    weight = torch.where(gap >= 0, beta, 1 - beta)
-    larger = -torch.log1p(weight * ((-gap.abs()).exp() - 1))
-    log_s = torch.where(p_s == 0, 0, torch.where(gap >= 0, larger, larger + gap))
-    log_t = torch.where(p_t == 0, 0, torch.where(gap >= 0, larger - gap, larger))
-    return p_s, log_s, p_t, log_t
+    s, t = log_s.exp(), log_t.exp()
+    of_s, of_t = (1 - beta).to(s.dtype), beta.to(s.dtype)
+    log_m = (of_s * s + of_t * t).clamp_min(torch.finfo(s.dtype).tiny).log()
+
+    def ratio(p: Tensor, log_p: Tensor, excess: Tensor) -> Tensor:
+        """log p/m for m = p + excess."""
+        near = (excess > -0.5 * p) & (excess < p)
+        log_ratio = torch.where(near, -torch.log1p(excess / p), log_p - log_m)
+        return torch.where(p == 0, 0, log_ratio)
+
+    return s, ratio(s, log_s, of_t * (t - s)), t, ratio(t, log_t, of_s * (s - t))
 
 
 @operator("gathered, rows -> rows, rows")
@@ -171,9 +170,9 @@ def _(grad, saved, student, teacher, *_):
 def _gradient(
     log_p_s: Tensor, log_p_t: Tensor, grad: Tensor, saved: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    p_s, log_s, p_t, log_t = _ratios(log_p_s, log_p_t, beta)
-    to_s = (1 - beta) * grad * p_s * (log_s - saved[..., 4:5])
-    return to_s, beta * grad * p_t * (log_t - saved[..., 5:6])
+    s, log_s, t, log_t = _ratios(log_p_s, log_p_t, beta)
+    to_s = (1 - beta) * grad * s * (log_s - saved[..., 4:5])
+    return to_s, beta * grad * t * (log_t - saved[..., 5:6])
 
 
 class _JSDiv(PerToken):
@@ -241,7 +240,8 @@ def js_div(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if the shards do not fit together on any rank.
-            Raised on every rank by an asynchronous assertion on the device.
+            Raised by an asynchronous assertion on the device, on every rank that has a share of the
+            row.
     """
     check_float("js_div", beta, "beta", 1)
     vocabulary = check_logits("js_div", student, vocab_size, "student")

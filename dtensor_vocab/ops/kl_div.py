@@ -157,8 +157,10 @@ def _gradient(
     log_p_a: Tensor, log_p_b: Tensor, grad: Tensor, saved: Tensor
 ) -> tuple[Tensor, Tensor]:
     p_a, value = log_p_a.exp(), saved[..., 4:5]
-    to_a = torch.where(log_p_a == -torch.inf, 0, grad * p_a * (log_p_a - log_p_b - value))
-    return to_a, grad * (log_p_b.exp() - p_a)
+    # log p_b may have overflowed to -inf where there is no mass; a value of NaN is to be seen
+    nothing = (p_a == 0) & (value >= 0)
+    slope = torch.where(nothing, 0, p_a * (log_p_a - log_p_b - value))
+    return grad * slope, grad * (log_p_b.exp() - p_a)
 
 
 class KLDiv(PerToken):
@@ -233,7 +235,8 @@ def kl_div(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if the shards do not fit together on any rank.
-            Raised on every rank by an asynchronous assertion on the device.
+            Raised by an asynchronous assertion on the device, on every rank that has a share of the
+            row.
     """
     check_bool("kl_div", reverse, "reverse")
     vocabulary = check_logits("kl_div", student, vocab_size, "student")
