@@ -62,7 +62,7 @@ def logits_gradient(
     ctx: Any,
     backward: Callable[..., Tensor],
     overwrite: Callable[..., None],
-    grads: tuple[Tensor | None, ...],
+    grad: Tensor,
     saved: Tensor,
     logits: Tensor,
     *args: Any,
@@ -73,9 +73,9 @@ def logits_gradient(
     """
     functional = torch.compiler.is_compiling() or in_func_transform()
     if ctx.inplace_backward and not functional:
-        overwrite(*grads, saved, logits, *args)
+        overwrite(grad, saved, logits, *args)
         return logits.detach()
-    return backward(*grads, saved, logits, *args)
+    return backward(grad, saved, logits, *args)
 
 
 class _Once(torch.autograd.Function):

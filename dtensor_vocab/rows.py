@@ -112,9 +112,9 @@ def merge_norm(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tensor
     return maximum, (shift.exp() * s).sum(-1), shift
 
 
-def weigh(mass: Tensor, x: Tensor) -> Tensor:
-    """``mass * x``, 0 where there is no mass in this dtype: ``x`` may have overflowed to -inf."""
-    return torch.where(mass == 0, 0, mass * x)
+def weigh(weight: Tensor, x: Tensor) -> Tensor:
+    """``weight * x``, 0 where the weight is, though ``x`` may be NaN or have overflowed."""
+    return torch.where(weight == 0, 0, weight * x)
 
 
 def sum_columns(terms: Tensor) -> Tensor:

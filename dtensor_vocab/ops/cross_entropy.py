@@ -25,13 +25,11 @@ from dtensor_vocab.inputs import (
 )
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import BAD_ID, BAD_LAYOUT, assert_sound, not_ignored, scaled
+from dtensor_vocab.rows import BAD_ID, BAD_LAYOUT, assert_sound, not_ignored, scaled, weigh
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["cross_entropy"]
-
-FAULTS = (BAD_ID, BAD_LAYOUT)
 
 
 @operator("gathered, rows, rows -> rows, rows, rows")
@@ -45,13 +43,14 @@ def cross_entropy_merge(
     z_loss: float,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``stats [shards, *, S]`` to the losses ``[*]``, faults and (M, log S, lse) ``[*, 3]``.
+    """``stats [shards, *, S]`` to the losses ``[*]``, counts of valid targets, of bad ids and bad
+    layouts ``[*, 3]``, and (M, log S, lse) ``[*, 3]``.
 
-    The faults raise here if ``checked``, else in ``cross_entropy_check``.
+    Faults raise here if ``checked``, else in ``cross_entropy_check``.
     """
     rows = Rows(stats[0])
     # 0 as None: inside of a kernel a float is a tensor, whose value is not known
-    loss, saved, faults = _merge(
+    loss, counts, saved = _merge(
         stats_per_row(stats),
         rows(target),
         rows(temperature),
@@ -60,16 +59,15 @@ def cross_entropy_merge(
         z_loss or None,
     )
     if checked:
-        assert_sound("cross_entropy", faults, vocab_size, ignore_index)
+        _assert_sound(counts[..., 1], counts[..., 2], vocab_size, ignore_index)
     shape = target.shape
-    return loss.view(shape), faults.view(shape), saved.view(*shape, 3)
+    return loss.view(shape), counts.view(*shape, 3), saved.view(*shape, 3)
 
 
 @cross_entropy_merge.register_fake
 def _(stats, target, *_):
     shape = target.shape
-    faults = stats.new_empty(shape, dtype=torch.int8)
-    return stats.new_empty(shape), faults, stats.new_empty((*shape, 3))
+    return stats.new_empty(shape), stats.new_empty((*shape, 3)), stats.new_empty((*shape, 3))
 
 
 @merge_kernel
@@ -81,18 +79,25 @@ def _merge(stats, target, temperature, ignore_index, label_smoothing, z_loss):
         loss = (1 - label_smoothing) * loss - label_smoothing * softmax.mean_log_p
     if z_loss is not None:
         loss = loss + z_loss * lse.square()
-    loss = torch.where(not_ignored(target.squeeze(-1), ignore_index), loss, 0)
-    return loss, torch.stack([softmax.maximum, softmax.log_sum, lse], -1), softmax.fault
+    valid = not_ignored(target.squeeze(-1), ignore_index)
+    counts = [valid, softmax.fault == BAD_ID, softmax.fault == BAD_LAYOUT]
+    saved = [softmax.maximum, softmax.log_sum, lse]
+    loss = torch.where(valid, loss, 0)
+    return loss, torch.stack(counts, -1).to(loss.dtype), torch.stack(saved, -1)
+
+
+def _assert_sound(bad_ids: Tensor, bad_layouts: Tensor, *options: int | None) -> None:
+    faults = torch.where(bad_ids > 0, BAD_ID, torch.where(bad_layouts > 0, BAD_LAYOUT, 0))
+    assert_sound("cross_entropy", faults, *options)
 
 
 @operator("gathered -> rows")
 def cross_entropy_check(sums: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
-    """0, where ``sums [4]`` of a loss, of valid targets and of either fault have no fault.
+    """0, where ``sums [4]`` of the losses and of the counts have no fault.
 
     Ranks that have other rows learn of it from the sums, so that none is left waiting for them.
     """
-    faults = [torch.where(n > 0, kind, 0) for n, kind in zip(sums[2:], FAULTS, strict=True)]
-    assert_sound("cross_entropy", torch.stack(faults), vocab_size, ignore_index)
+    _assert_sound(sums[2], sums[3], vocab_size, ignore_index)
     return torch.zeros_like(sums[0])
 
 
@@ -159,7 +164,7 @@ def _gradient(
 ) -> Coefficients:
     grad = a = torch.where(not_ignored(target, ignore_index), grad, 0)
     if z_loss is not None:
-        a = torch.where(grad == 0, 0, grad * (1 + 2 * z_loss * saved[..., 2:3]))
+        a = weigh(grad, 1 + 2 * z_loss * saved[..., 2:3])
     if label_smoothing is None:
         return Coefficients(a=a, c=-grad)
     smoothed = grad * label_smoothing
@@ -194,7 +199,7 @@ class _CrossEntropy(PerToken):
     @differentiable_once
     def backward(ctx, grad, *_):
         *inputs, saved = ctx.saved_tensors
-        args = (grad,), saved, *inputs, *ctx.options
+        args = grad, saved, *inputs, *ctx.options
         grad_logits = logits_gradient(ctx, cross_entropy_backward, cross_entropy_backward_, *args)
         return (grad_logits,)
 
@@ -239,15 +244,16 @@ def cross_entropy(
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
     ``"sum"`` and ``"mean"`` all-reduce four numbers over each mesh dim that shards a leading dim.
 
-    Rows: +inf for a target whose logit is -inf, and with label smoothing for any -inf; else those
-    of :func:`logprobs`.
+    Rows: +inf for a target whose logit is -inf, and with label smoothing for any -inf (NaN, as in
+    torch, for such a target at ε = 1); else those of :func:`logprobs`.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if an id is out of range or the shards do not fit together on any rank.
-            Raised on every rank by an asynchronous assertion on the device.
+            Raised by an asynchronous assertion on the device: for ``"none"`` on every rank that
+            has a share of the row, else on every rank of the mesh.
     """
     name = "cross_entropy"
     vocabulary = check_logits(name, logits, vocab_size)
@@ -259,7 +265,7 @@ def cross_entropy(
     check_inplace_backward(name, inplace_backward, logits)
     check_float(name, label_smoothing, "label_smoothing", 1)
     check_float(name, z_loss, "z_loss")
-    loss, faults, _ = _CrossEntropy.apply(
+    loss, counts, _ = _CrossEntropy.apply(
         logits,
         target,
         temperature,
@@ -272,9 +278,7 @@ def cross_entropy(
     )
     if reduction == "none":
         return loss
-    summed = [not_ignored(target, ignore_index), *(faults == kind for kind in FAULTS)]
-    values = [loss, *(x.to(loss.dtype) for x in summed)]
-    sums = _sum_of_rows(torch.stack(values, loss.dim()))  # of -1, torch 2.11 shards another dim
+    sums = _sum_of_rows(torch.cat([loss.unsqueeze(-1), counts], -1))
     checked = cross_entropy_check(sums.detach(), vocabulary.sizes.vocab_size, ignore_index)
     total = sums[0] + checked
     return total if reduction == "sum" else total / sums[1].clamp(min=1)

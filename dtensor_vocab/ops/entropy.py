@@ -14,7 +14,7 @@ from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad, lo
 from dtensor_vocab.inputs import check_inplace_backward, check_logits, check_temperature
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import assert_sound
+from dtensor_vocab.rows import assert_sound, weigh
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
@@ -86,7 +86,7 @@ def _gradient(saved: Tensor, index: None, grad: Tensor) -> Coefficients:
 
 def entropy_coefficients(grad: Tensor, saved: Tensor) -> Coefficients:
     """a and b of H; both 0 without an upstream gradient, even if H is NaN."""
-    return Coefficients(a=torch.where(grad == 0, 0, -grad * saved[..., 2:3]), b=-grad)
+    return Coefficients(a=-weigh(grad, saved[..., 2:3]), b=-grad)
 
 
 class _Entropy(PerToken):
@@ -104,7 +104,7 @@ class _Entropy(PerToken):
     @differentiable_once
     def backward(ctx, grad, _):
         *inputs, saved = ctx.saved_tensors
-        args = (grad,), saved, *inputs, ctx.sizes
+        args = grad, saved, *inputs, ctx.sizes
         grad_logits = logits_gradient(ctx, entropy_backward, entropy_backward_, *args)
         return (grad_logits,)
 
@@ -130,7 +130,7 @@ def entropy(
             row, placed as the result. The softmax is of ``logits / temperature``; gradients
             are with respect to ``logits``, and none flows to the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
-            probability 0 and gradient 0, and ids of padding are out of range. Default: V.
+            probability 0 and gradient 0. Default: V.
         inplace_backward: as in :func:`logprobs`.
 
     Returns:
@@ -155,7 +155,8 @@ def entropy(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if the shards do not fit together on any rank.
-            Raised on every rank by an asynchronous assertion on the device.
+            Raised by an asynchronous assertion on the device, on every rank that has a share of the
+            row.
     """
     vocabulary = check_logits("entropy", logits, vocab_size)
     temperature = check_temperature("entropy", temperature, logits)

@@ -118,7 +118,7 @@ class _Logprobs(PerToken):
     @differentiable_once
     def backward(ctx, grad, _):
         *inputs, saved = ctx.saved_tensors
-        args = (grad,), saved, *inputs, ctx.sizes, ctx.ignore_index
+        args = grad, saved, *inputs, ctx.sizes, ctx.ignore_index
         grad_logits = logits_gradient(ctx, logprobs_backward, logprobs_backward_, *args)
         return (grad_logits,)
 
@@ -178,7 +178,8 @@ def logprobs(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if an id is out of range or the shards do not fit together on any rank.
-            Raised on every rank by an asynchronous assertion on the device.
+            Raised by an asynchronous assertion on the device, on every rank that has a share of the
+            row.
     """
     vocabulary = check_logits("logprobs", logits, vocab_size)
     index = check_ids("logprobs", index, logits)

@@ -137,7 +137,7 @@ class _LogprobsAndEntropy(PerToken):
     def backward(ctx, grad, _):
         *inputs, saved = ctx.saved_tensors
         operators = logprobs_and_entropy_backward, logprobs_and_entropy_backward_
-        args = (grad,), saved, *inputs, ctx.sizes, ctx.ignore_index
+        args = grad, saved, *inputs, ctx.sizes, ctx.ignore_index
         return (logits_gradient(ctx, *operators, *args),)
 
 

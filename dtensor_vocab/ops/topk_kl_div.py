@@ -228,9 +228,14 @@ def _(grad, saved, student, *_):
 @SoftmaxGradient
 def _gradient(saved: Tensor, ids: Tensor, grad: Tensor) -> Coefficients:
     slopes = saved[..., 4:]
-    terms = torch.where((grad == 0) | (slopes == 0), 0, grad * slopes)
+    terms = _chain(grad, slopes)
     at_index = terms[..., 1:2], saved[..., 2:4]
     return Coefficients(a=terms[..., :1], c=terms[..., 2:], at_index=at_index)
+
+
+def _chain(grad: Tensor, slopes: Tensor) -> Tensor:
+    """``grad * slopes``, 0 where either is, though the other may be NaN or infinite."""
+    return torch.where((grad == 0) | (slopes == 0), 0, grad * slopes)
 
 
 class _TopkKLDiv(PerToken):
@@ -257,9 +262,7 @@ class _TopkKLDiv(PerToken):
         if ctx.needs_input_grad[0]:
             to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.sizes)
         if ctx.needs_input_grad[1]:
-            grad = grad.unsqueeze(-1)
-            nothing = (grad == 0) | (slopes == 0)
-            to_teacher = (slopes * grad).masked_fill(nothing, 0).to(ctx.teacher_dtype)
+            to_teacher = _chain(grad.unsqueeze(-1), slopes).to(ctx.teacher_dtype)
         return to_student, to_teacher
 
 
@@ -314,7 +317,8 @@ def topk_kl_div(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if an id is out of range or the shards do not fit together on any rank.
-            Raised on every rank by an asynchronous assertion on the device.
+            Raised by an asynchronous assertion on the device, on every rank that has a share of the
+            row.
     """
     name = "topk_kl_div"
     check_bool(name, reverse, "reverse")
