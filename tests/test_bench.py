@@ -16,6 +16,7 @@ from torch import Tensor
 
 import dtensor_vocab as dv
 from bench import naive, peak
+from bench.breakdown import breakdown
 from bench.cases import Case, Run
 from bench.measure import BenchError, measure
 from bench.ops import GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, OPS, OURS, Op
@@ -52,6 +53,17 @@ def test_quick(tmp_path: Path) -> None:
     for row in results:
         assert row["time (ms)"] > 0 and row["of copy bandwidth"] > 0 and row["to naive"] > 0
         assert f"{row['time (ms)']:.2f}" in done.stdout
+
+
+def test_breakdown() -> None:
+    lines = breakdown(8, 64)
+    assert [line[:2] for line in lines] == [
+        *[("kl_div", "forward")] * 4,
+        *[("kl_div", "backward")] * 4,
+        *[("cross_entropy", "forward")] * 3,
+        *[("cross_entropy", "backward")] * 4,
+    ]
+    assert all(ms > 0 for *_, ms in lines)
 
 
 def test_every_public_op_is_measured() -> None:
