@@ -162,13 +162,14 @@ def _gradient(
     z_loss: Tensor | None,
     vocab_size: int,
 ) -> Coefficients:
-    grad = a = torch.where(not_ignored(target, ignore_index), grad, 0)
+    c = torch.where(not_ignored(target, ignore_index), -grad, 0)
+    a = -c
     if z_loss is not None:
-        a = weigh(grad, 1 + 2 * z_loss * saved[..., 2:3])
+        a = weigh(a, 1 + 2 * z_loss * saved[..., 2:3])
     if label_smoothing is None:
-        return Coefficients(a=a, c=-grad)
-    smoothed = grad * label_smoothing
-    return Coefficients(a=a, c=smoothed - grad, u=-smoothed / vocab_size)
+        return Coefficients(a=a, c=c)
+    smoothed = label_smoothing * c
+    return Coefficients(a=a, c=c - smoothed, u=smoothed / vocab_size)
 
 
 class _CrossEntropy(PerToken):
