@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtensor_vocab._private import in_func_transform
 
@@ -69,11 +70,14 @@ def logits_gradient(
 ) -> Tensor:
     """The gradient of the logits by ``backward`` or, if ``ctx.inplace_backward``, in their place.
 
-    Whoever still needs the logits then finds their version changed, and raises.
+    Whoever still needs the logits then finds their version changed, and raises: also who has the
+    local tensor of a DTensor, whose version is another.
     """
     functional = torch.compiler.is_compiling() or in_func_transform()
     if ctx.inplace_backward and not functional:
         overwrite(grad, saved, logits, *args)
+        if isinstance(logits, DTensor):
+            torch.autograd.graph.increment_version(logits.to_local())
         return logits.detach()
     return backward(grad, saved, logits, *args)
 

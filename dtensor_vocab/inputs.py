@@ -205,12 +205,22 @@ def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
 
 def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor) -> None:
     check_bool(function, inplace_backward, "inplace_backward")
-    overlap = any(s == 0 and n > 1 for n, s in zip(logits.shape, logits.stride(), strict=True))
-    if inplace_backward and overlap:
+    if inplace_backward and _may_overlap(logits):
         raise ValueError(
             f"{function}: expected logits that own their memory for inplace_backward=True, got "
-            f"expanded ones with strides {tuple(logits.stride())}"
+            f"shape {tuple(logits.shape)} with strides {tuple(logits.stride())}"
         )
+
+
+def _may_overlap(x: Tensor) -> bool:
+    """Whether some elements may share memory: not if each stride is beyond what lies within."""
+    within = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= within:
+                return True
+            within += (size - 1) * stride
+    return False
 
 
 def check_temperature(function: str, temperature: float | Tensor, logits: Tensor) -> Tensor | None:
@@ -297,6 +307,9 @@ def _check_tensor(function: str, value: Any, name: str) -> None:
     if not isinstance(value, Tensor):
         got = type(value).__name__
         raise TypeError(f"{function}: expected {name} to be a Tensor or DTensor, got {got}")
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else str(value.layout)
+        raise TypeError(f"{function}: expected {name} to be a dense tensor, got {got}")
 
 
 def _check_int(function: str, value: Any, name: str, wanted: str = "an int") -> None:

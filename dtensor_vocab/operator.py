@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_vocab._private import DTensorSpec, non_view, register_placements, tensor_arguments
@@ -130,6 +130,8 @@ def _vmap(
     in_dims: tuple[int | None, ...],
     *args: Any,
 ) -> tuple[Any, Any]:
+    if any(isinstance(arg, DTensor) for arg in args):
+        raise NotImplementedError("dtensor_vocab: vmap takes plain tensors, not DTensors")
     roles = iter(inputs)
     batched: list[Any] = []
     rows: tuple[int, ...] = ()

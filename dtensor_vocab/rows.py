@@ -170,7 +170,8 @@ def coverage(
     """
     total, shard_size, vocab_size = sizes
     expected = (total - start).clamp(0, shard_size)
-    number = torch.where(expected == columns, total, torch.nan).to(x.dtype).expand(x.shape[:-1])
+    number = torch.where(expected == columns, x.new_full((), total), torch.nan)
+    number = number.expand(x.shape[:-1])
     if index is None:
         return number
     in_range = (index >= 0) & (index < vocab_size)

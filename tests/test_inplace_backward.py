@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import dtensor_vocab as dv
 from tests.ops import Inputs, Layout, Op, check, draw, named, place, tp
@@ -74,6 +74,19 @@ def test_who_reads_the_logits_afterwards_raises(op: Op, reader: str, layout: Lay
             (other + loss).backward()  # what was called last comes first
 
 
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_who_needs_the_local_tensor_raises(op: Op) -> None:
+    """As ``exp`` does, which saves its result."""
+    inputs = draw(op)
+    with on_mesh((2,)) as mesh:
+        local = place("logits", inputs["logits"], mesh, tp(2), inputs)._local_tensor
+        source = local.detach().requires_grad_()
+        logits = DTensor.from_local(source.exp(), mesh, [Shard(-1)], run_check=False)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            loss = op(logits, *[*inputs.values()][1:], inplace_backward=True)[0].sum()
+            loss.backward()
+
+
 @EVERYWHERE
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_a_view_that_is_overwritten(op: Op, layout: Layout | None) -> None:
@@ -107,9 +120,12 @@ def test_backward_twice(op: Op, layout: Layout | None) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_rows_that_share_memory_are_refused(op: Op) -> None:
+@pytest.mark.parametrize("way", ["expanded", "overlapping"])
+def test_rows_that_share_memory_are_refused(op: Op, way: str) -> None:
     inputs = draw(op)
-    inputs["logits"] = inputs["logits"][:1].expand(6, 10)
+    whole = inputs["logits"]
+    overlapping = whole.view(-1).unfold(0, 10, 9)[:6]
+    inputs["logits"] = whole[:1].expand(6, 10) if way == "expanded" else overlapping
     with pytest.raises(ValueError, match=rf"^{op.name}: expected logits that own their memory"):
         op(*inputs.values(), inplace_backward=True)
 

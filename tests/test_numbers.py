@@ -22,6 +22,7 @@ from tests.ops import (
     Observed,
     Op,
     check,
+    compare,
     draw,
     expect,
     named,
@@ -187,6 +188,26 @@ def test_masks_of_large_finite_numbers(
 
 @eager
 @WHOLE_OR_SHARDED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", named("kl_div"), ids=str)
+def test_finite_masks_where_the_other_has_mass(
+    op: Op, dtype: torch.dtype, layout: Layout | None
+) -> None:
+    """A divergence of 1e38 and more, but finite, with gradients as ever."""
+    inputs = draw(op, (6,), 24, dtype)
+    a, b = op.logits if op.options.get("reverse") else op.logits[::-1]
+    inputs[b][:, ::2] = torch.finfo(dtype).min
+    expected = expect(op, inputs, [torch.ones(6)])
+    observed = observe_in(op, inputs, layout)
+    for local in parts(observed.outputs[0]).values():
+        torch.testing.assert_close(local.detach().double(), expected.outputs[0], rtol=1e-5, atol=0)
+    gradient = torch.cat(list(parts(observed.gradients[b]).values()), -1)
+    assert_gradient(gradient, expected.gradients[b])
+    assert all(local.isfinite().all() for local in parts(observed.gradients[a]).values())
+
+
+@eager
+@WHOLE_OR_SHARDED
 @pytest.mark.parametrize("masked", [0, 1], ids=["student", "teacher"])
 @pytest.mark.parametrize("op", PAIRS, ids=str)
 def test_masks_that_overflow_where_the_other_has_no_mass(
@@ -277,9 +298,9 @@ def test_common_offset_costs_nothing(
 
 
 def quarter(op: Op, inputs: Inputs) -> list[Tensor | None]:
-    """A small upstream gradient, where KLs are in the hundreds and the tolerance is absolute."""
+    """A small upstream gradient: the tolerance is absolute, and KLs are large, so is rounding."""
     return [
-        torch.full(out.shape, 0.25) if out.dtype.is_floating_point else None
+        torch.where(out.abs() > 1000, 2**-8, 0.25).float() if out.dtype.is_floating_point else None
         for out in expect(op, inputs).outputs
     ]
 
@@ -388,6 +409,24 @@ def observe_in(
 
 
 # ------------------------------------------------------------------ precision of the results
+
+
+@eager
+@WHOLE_OR_SHARDED
+@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_default_dtype_is_nothing_to_the_result(
+    op: Op, default: torch.dtype, layout: Layout | None
+) -> None:
+    inputs = draw(op)
+    expected = expect(op, inputs)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        observed = observe_in(op, inputs, layout, expected.grads)
+    finally:
+        torch.set_default_dtype(before)
+    compare(op, inputs, layout, observed, expected)
 
 
 @eager

@@ -13,7 +13,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dtensor_vocab as dv
-from tests.ops import OP, OPS, WITH_IDS, Layout, Op, check, draw, expect, named, observe, place, tp
+from tests.ops import (
+    OP,
+    OPS,
+    PAIRS,
+    WITH_IDS,
+    Layout,
+    Op,
+    check,
+    draw,
+    expect,
+    named,
+    observe,
+    place,
+    tp,
+)
 from tests.oracle import assert_gradient, assert_values
 from tests.ranks import World, distribute, from_parts, on_mesh, part, parts
 from tests.step import compiled
@@ -262,6 +276,26 @@ def test_ranks_that_disagree_on_the_vocabulary(op: Op) -> None:
         text = raised_everywhere(RuntimeError, lambda: op(*placed))
     assert text.startswith(f"{op.name}: expected each rank to hold the torch.chunk share")
     check(op, draw(op, vocab=5), tp(2))
+
+
+@four_ranks
+@eager
+@pytest.mark.parametrize("vocab", [10, 7], ids=["one less", "one for several"])
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=["student", "teacher", "both"])
+@pytest.mark.parametrize("op", PAIRS, ids=str)
+def test_shards_of_other_sizes(op: Op, which: tuple[int, ...], vocab: int) -> None:
+    """Of one of two logits, as ``torch.tensor_split`` or its reverse has them."""
+    inputs = draw(op, vocab=vocab)
+    sizes = [len(chunk) for chunk in torch.arange(vocab).tensor_split(4)]
+    if vocab == 7:  # 1, 2, 2, 2, where 2, 2, 2, 1 are due
+        sizes.reverse()
+    with on_mesh((4,)) as mesh:
+        placed = {name: distribute(x, mesh, [Shard(-1)]) for name, x in inputs.items()}
+        for name in (op.logits[i] for i in which):
+            local = inputs[name].split(sizes, -1)[rank()].contiguous()
+            placed[name] = from_parts({rank(): local}, mesh, [Shard(-1)], (6, vocab))
+        text = raised_everywhere(RuntimeError, lambda: op(*placed.values()))
+    assert text.startswith(f"{op.name}: expected each rank to hold the torch.chunk share")
 
 
 @two_ranks

@@ -52,10 +52,16 @@ def with_input(op: Op, name: str, value: Any) -> list[Any]:
             "bfloat16, float32 or float64, got torch.int64",
         ),
         (torch.zeros(6, 10, dtype=torch.complex64), TypeError, "got torch.complex64"),
+        (torch.zeros(6, 10).to_sparse(), TypeError, "a dense tensor, got torch.sparse_coo"),
+        (
+            torch.nested.nested_tensor([torch.zeros(6, 10)], layout=torch.jagged),
+            TypeError,
+            "a dense tensor, got a nested tensor",
+        ),
         (torch.zeros(()), ValueError, "of shape [*, V] with V > 0, got ()"),
         (torch.zeros(6, 0), ValueError, "of shape [*, V] with V > 0, got (6, 0)"),
     ],
-    ids=["list", "int64", "complex", "0-d", "no column"],
+    ids=["list", "int64", "complex", "sparse", "nested", "0-d", "no column"],
 )
 def test_logits(op: Op, value: Any, kind: type[Exception], got: str) -> None:
     for name in op.logits:

@@ -1,14 +1,15 @@
 """``kl_div``: KL(A || B) = Σ p_A (log p_A - log p_B), forward (A the teacher) or reverse.
 
-With m and s of both and the cross term c = Σ e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B)) of each
+With m and s of both and the mean c = Σ e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B)) / s_A over each
 shard r, and with M, S over the whole vocabulary,
 
-    KL = C / S_A - log S_A + log S_B,
-    C = Σ_r e^(m_Ar - M_A) (c_r + s_Ar ((m_Ar - M_A) - (m_Br - M_B)))
+    KL = Σ_r w_r (c_r + (m_Ar - M_A) - (m_Br - M_B)) - log S_A + log S_B,
+    w_r = e^(m_Ar - M_A) s_Ar / S_A
 
     dKL/da_v = p_A (log p_A - log p_B - KL),  dKL/db_v = p_B - p_A
 
-c is +inf where A has mass on a token that B masks with -inf.
+c is +inf where A has mass on a token that B masks with -inf. A mean, since a sum of what finite
+masks make of it would overflow.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from dtensor_vocab.rows import (
     merge_norm,
     prepare,
     rebase,
-    sum_columns,
     weigh,
 )
 
@@ -52,7 +52,10 @@ def kl_div_stats(
     rows = Rows(a, b)
     if rows.count == 0:
         return stats
-    args = rows(temperature), vocab_start[0], a.shape[-1], sizes, cross
+    columns = a.shape[-1]
+    if b.shape != a.shape:  # of a DTensor with other shards: a fault that all ranks are to raise
+        rows, columns = Rows(a, a), -1
+    args = rows(temperature), vocab_start[0], columns, sizes, cross
     return _shard_stats(*rows.logits, *args).view(stats.shape)
 
 
@@ -69,19 +72,21 @@ def _new_stats(a, b, vocab_start, cross) -> Tensor:
 def _shard_stats(a, b, temperature, start, columns, sizes, cross):
     dtype = math_dtype(a, b)
     a, b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
-    masked = (b == -torch.inf) & (a != -torch.inf)
+    gap = a - b  # +inf where b alone is masked
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
     a = rebase(a, maximum_a.unsqueeze(-1), temperature)
     b = rebase(b, maximum_b.unsqueeze(-1), temperature)
     mass = a.exp()
     sound = coverage(a, start, columns, sizes)
-    stats = [maximum_a, mass.sum(-1), sound, maximum_b, b.exp().sum(-1)]
+    total = mass.sum(-1)
+    stats = [maximum_a, total, sound, maximum_b, b.exp().sum(-1)]
     if not cross:
         return torch.stack(stats, -1)
     # Of mass that is 0 in fp32, infinite is what b masks; what overflowed to -inf counts nothing.
-    nothing = torch.where(masked, torch.inf, 0)
-    terms = torch.where(mass == 0, nothing, mass * (a - b))
-    return torch.stack([*stats, sum_columns(terms)], -1)
+    nothing = torch.where(gap == torch.inf, gap, 0)
+    terms = torch.where(mass > 0, mass * (a - b), nothing)
+    mean = terms.sum(-1, dtype=torch.float64) / total
+    return torch.stack([*stats, mean.to(dtype)], -1)
 
 
 @operator("gathered, rows -> rows, rows")
@@ -105,10 +110,10 @@ def _merge(stats, temperature):
     maximum_a, total_a, shift_a = merge_norm(m_a, s_a, temperature)
     maximum_b, total_b, shift_b = merge_norm(m_b, s_b, temperature)
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
-    # "is infinite" does not pass through a product: the weight of the shard may be 0
-    cross = weigh(shift_a.exp(), c + s_a * (shift_a - shift_b))
-    cross = torch.where(c == torch.inf, c, cross).sum(-1)
-    value = (cross / total_a - log_sum_a + log_sum_b).clamp_min(0)
+    share = shift_a.exp() * s_a / total_a.unsqueeze(-1)
+    # "is infinite" does not pass through a product: the share may be 0
+    cross = torch.where(c == torch.inf, c, weigh(share, c + shift_a - shift_b)).sum(-1)
+    value = (cross + (log_sum_b - log_sum_a)).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
     return value, saved, fault(sound)
 

@@ -186,7 +186,8 @@ def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
 
     empty = maximum == -torch.inf
     if not reverse:  # infinite if the teacher has a tail where the student has none
-        value = torch.where(empty, torch.where(q > eps * TAIL_NOISE, torch.inf, 0), value)
+        value = torch.where(empty, 0, value)
+        value = torch.where(empty & (q > eps * TAIL_NOISE), torch.inf, value)
     tail_norm = torch.cat([maximum, log_sum], -1)
     mass = log_p.exp()
     tail_norm, mass, slope_p, slope_q = (
