@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 
 import dtensor_vocab as dv
 from tests.graphs import Graphs, ours
-from tests.ops import LOGITS, OP, Inputs, Op, draw
+from tests.ops import LOGITS, OP, Inputs, Op, draw, place, tp
 from tests.oracle import assert_bytes_equal
 from tests.ranks import Collectives, on_mesh, parts
 from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
@@ -316,6 +316,15 @@ def test_grad_for_each_example(op: Op, eager_kernels: None) -> None:
     gradients = torch.vmap(torch.func.grad(loss))(*inputs)
     expected = [torch.func.grad(loss)(*example) for example in zip(*inputs, strict=True)]
     torch.testing.assert_close(gradients, torch.stack(expected))
+
+
+@pytest.mark.parametrize("op", ONE_EACH, ids=str)
+def test_vmap_over_dtensors_is_refused(op: Op, eager_kernels: None) -> None:
+    inputs = draw(op, (4, 5))
+    with on_mesh((2,)) as mesh:
+        placed = [place(name, x, mesh, tp(2), inputs) for name, x in inputs.items()]
+        with pytest.raises(NotImplementedError, match="vmap takes plain tensors"):
+            torch.vmap(lambda *inputs: op(*inputs))(*placed)
 
 
 def test_vmap_checks_ids(eager_kernels: None) -> None:
