@@ -1,6 +1,8 @@
 """Checks what a user passes, from global metadata alone, and brings it into one form.
 
-All ranks see the same metadata, so all raise the same error, before anything is communicated.
+All ranks see the same metadata, so all raise the same error, before anything is communicated. The
+exception is a DTensor that ranks disagree on, as ``from_local`` of uneven shards makes without
+``shape=``: what only some of them refuse, such as a ``vocab_size``, raises there alone.
 """
 
 from __future__ import annotations
@@ -205,10 +207,14 @@ def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
 
 def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor) -> None:
     check_bool(function, inplace_backward, "inplace_backward")
-    if inplace_backward and _may_overlap(logits):
+    if not inplace_backward:
+        return
+    with torch.no_grad():
+        local = logits.to_local() if isinstance(logits, DTensor) else logits
+    if _may_overlap(local):
         raise ValueError(
-            f"{function}: expected logits that own their memory for inplace_backward=True, got "
-            f"shape {tuple(logits.shape)} with strides {tuple(logits.stride())}"
+            f"{function}: expected logits of which no two share memory for inplace_backward=True, "
+            f"got shape {tuple(local.shape)} with strides {tuple(local.stride())}"
         )
 
 
@@ -226,6 +232,7 @@ def _may_overlap(x: Tensor) -> bool:
 def check_temperature(function: str, temperature: float | Tensor, logits: Tensor) -> Tensor | None:
     """A temperature as a tensor, 0-d or ``[*]``; None for 1."""
     if isinstance(temperature, Tensor):
+        _check_tensor(function, temperature, "temperature")
         if not temperature.dtype.is_floating_point:
             wanted = "temperature of a floating dtype"
             raise TypeError(f"{function}: expected {wanted}, got {temperature.dtype}")

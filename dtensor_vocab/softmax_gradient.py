@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import empty_grad
-from dtensor_vocab.kernel import Rows, blocks, flat, in_blocks, kernel
+from dtensor_vocab.kernel import Rows, blocks, flat, kernel
 from dtensor_vocab.rows import local_ids, log_prob, prepare, scaled, sum_equal, without_padding
 
 __all__ = ["Coefficients", "SoftmaxGradient"]
@@ -83,11 +83,9 @@ class SoftmaxGradient:
         if logits.numel() == 0:
             return
         by_rows = _by_rows(logits, *args)
-        k = _k(by_rows[2])
-        block_rows = max(1, BLOCK_IDS // max(1, k))
-        entries = in_blocks(self._at_ids, by_rows, block_rows) if k > 0 else ()
+        entries = list(self._entries(by_rows)) if _k(by_rows[2]) > 0 else []
         self._overwrite(*by_rows)
-        _write(by_rows[0], zip(*(x.split(block_rows) for x in entries), strict=True))
+        _write(by_rows[0], entries)
 
     def _entries(self, by_rows: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """For some rows at a time, the columns of the ids and what is to be there."""

@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIMULATED_RANKS = 16
-COLLECTIVE_TIMEOUT = 10.0
+COLLECTIVE_TIMEOUT = 30.0
 """Seconds that a real rank waits for its peers in a collective: a hang is a failure soon."""
 TEST_TIMEOUT = 300.0
 """Seconds without the end of a test after which the real ranks are killed."""

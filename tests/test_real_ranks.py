@@ -282,10 +282,14 @@ def test_ranks_that_disagree_on_the_vocabulary(op: Op) -> None:
 @eager
 @pytest.mark.parametrize("vocab", [10, 7], ids=["one less", "one for several"])
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=["student", "teacher", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("op", PAIRS, ids=str)
-def test_shards_of_other_sizes(op: Op, which: tuple[int, ...], vocab: int) -> None:
+def test_shards_of_other_sizes(
+    op: Op, dtype: torch.dtype, which: tuple[int, ...], vocab: int
+) -> None:
     """Of one of two logits, as ``torch.tensor_split`` or its reverse has them."""
     inputs = draw(op, vocab=vocab)
+    inputs["teacher"] = inputs["teacher"].to(dtype)
     sizes = [len(chunk) for chunk in torch.arange(vocab).tensor_split(4)]
     if vocab == 7:  # 1, 2, 2, 2, where 2, 2, 2, 1 are due
         sizes.reverse()

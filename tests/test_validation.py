@@ -127,11 +127,12 @@ def test_ignore_index(op: Op) -> None:
         (float("nan"), ValueError, "got nan"),
         (float("inf"), ValueError, "got inf"),
         (torch.ones(6, dtype=torch.int64), TypeError, "of a floating dtype, got torch.int64"),
+        (torch.ones(6).to_sparse(), TypeError, "a dense tensor, got torch.sparse_coo"),
         (torch.ones(6, 1), ValueError, "of shape [6] for logits of shape [6, 10], got [6, 1]"),
         (torch.ones(()), ValueError, "got []"),
         (torch.ones(6, requires_grad=True), ValueError, "detach"),
     ],
-    ids=["str", "None", "bool", "0", "-", "NaN", "inf", "int64", "shape", "0-d", "grad"],
+    ids=["str", "None", "bool", "0", "-", "NaN", "inf", "int64", "sparse", "shape", "0-d", "grad"],
 )
 def test_temperature(op: Op, value: Any, kind: type[Exception], got: str) -> None:
     text = rf"^{op.name}: expected .*temperature.*{re.escape(got)}"

@@ -79,27 +79,27 @@ def _new_stats(student, norms, vocab_start) -> Tensor:
 @kernel
 def _terms(student, teacher, norms, temperature, start, sizes, beta):
     logs = log_probs(student, teacher, norms, temperature, start, sizes)
-    s, log_s, t, log_t = _ratios(*logs, beta)
-    return torch.stack([sum_columns(s * log_s), sum_columns(t * log_t)], -1)
+    s, log_s_m, t, log_t_m = _ratios(*logs, beta)
+    return torch.stack([sum_columns(s * log_s_m), sum_columns(t * log_t_m)], -1)
 
 
 def _ratios(log_s: Tensor, log_t: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
     """s, log s/m, t, log t/m; a logarithm is 0 where its probability is.
 
-    m = s + β (t - s) = t + (1 - β) (s - t) keeps the digits of log s/m for s near t and for β near
-    0, and those of log t/m for β near 1.
+    m = s + β (t - s) = t + (1 - β) (s - t) keeps the digits of both for s near t, and of the one
+    that m is near to for β near 0 or 1.
     """
     s, t = log_s.exp(), log_t.exp()
     of_s, of_t = (1 - beta).to(s.dtype), beta.to(s.dtype)
     log_m = (of_s * s + of_t * t).clamp_min(torch.finfo(s.dtype).tiny).log()
 
-    def ratio(p: Tensor, log_p: Tensor, excess: Tensor) -> Tensor:
+    def log_ratio(p: Tensor, log_p: Tensor, excess: Tensor) -> Tensor:
         """log p/m for m = p + excess."""
         near = (excess > -0.5 * p) & (excess < p)
-        log_ratio = torch.where(near, -torch.log1p(excess / p), log_p - log_m)
-        return torch.where(p == 0, 0, log_ratio)
+        value = torch.where(near, -torch.log1p(excess / p), log_p - log_m)
+        return torch.where(p == 0, 0, value)
 
-    return s, ratio(s, log_s, of_t * (t - s)), t, ratio(t, log_t, of_s * (s - t))
+    return s, log_ratio(s, log_s, of_t * (t - s)), t, log_ratio(t, log_t, of_s * (s - t))
 
 
 @operator("gathered, rows -> rows, rows")
@@ -170,9 +170,9 @@ def _(grad, saved, student, teacher, *_):
 def _gradient(
     log_p_s: Tensor, log_p_t: Tensor, grad: Tensor, saved: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    s, log_s, t, log_t = _ratios(log_p_s, log_p_t, beta)
-    to_s = (1 - beta) * grad * s * (log_s - saved[..., 4:5])
-    return to_s, beta * grad * t * (log_t - saved[..., 5:6])
+    s, log_s_m, t, log_t_m = _ratios(log_p_s, log_p_t, beta)
+    to_s = (1 - beta) * grad * s * (log_s_m - saved[..., 4:5])
+    return to_s, beta * grad * t * (log_t_m - saved[..., 5:6])
 
 
 class _JSDiv(PerToken):

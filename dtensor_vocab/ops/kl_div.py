@@ -6,6 +6,8 @@ shard r, and with M, S over the whole vocabulary,
     KL = Σ_r w_r (c_r + (m_Ar - M_A) - (m_Br - M_B)) - log S_A + log S_B,
     w_r = e^(m_Ar - M_A) s_Ar / S_A
 
+With a temperature T, exponents are divided by it, and the sum over r.
+
     dKL/da_v = p_A (log p_A - log p_B - KL),  dKL/db_v = p_B - p_A
 
 c is +inf where A has mass on a token that B masks with -inf. A mean, since a sum of what finite
@@ -32,6 +34,7 @@ from dtensor_vocab.rows import (
     merge_norm,
     prepare,
     rebase,
+    scaled,
     weigh,
 )
 
@@ -52,10 +55,9 @@ def kl_div_stats(
     rows = Rows(a, b)
     if rows.count == 0:
         return stats
-    columns = a.shape[-1]
-    if b.shape != a.shape:  # of a DTensor with other shards: a fault that all ranks are to raise
-        rows, columns = Rows(a, a), -1
-    args = rows(temperature), vocab_start[0], columns, sizes, cross
+    if b.shape != a.shape:  # of a DTensor with other shards: no coverage, which all ranks see
+        return stats.fill_(torch.nan)
+    args = rows(temperature), vocab_start[0], a.shape[-1], sizes, cross
     return _shard_stats(*rows.logits, *args).view(stats.shape)
 
 
@@ -72,17 +74,17 @@ def _new_stats(a, b, vocab_start, cross) -> Tensor:
 def _shard_stats(a, b, temperature, start, columns, sizes, cross):
     dtype = math_dtype(a, b)
     a, b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
-    gap = a - b  # +inf where b alone is masked
+    gap = a / 2 - b / 2  # +inf where b alone is masked, and nowhere else
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
-    a = rebase(a, maximum_a.unsqueeze(-1), temperature)
-    b = rebase(b, maximum_b.unsqueeze(-1), temperature)
-    mass = a.exp()
+    a = rebase(a, maximum_a.unsqueeze(-1), None)
+    b = rebase(b, maximum_b.unsqueeze(-1), None)
+    mass = scaled(a, temperature).exp()
     sound = coverage(a, start, columns, sizes)
     total = mass.sum(-1)
-    stats = [maximum_a, total, sound, maximum_b, b.exp().sum(-1)]
+    stats = [maximum_a, total, sound, maximum_b, scaled(b, temperature).exp().sum(-1)]
     if not cross:
         return torch.stack(stats, -1)
-    # Of mass that is 0 in fp32, infinite is what b masks; what overflowed to -inf counts nothing.
+    # of mass that is 0 in fp32, infinite is what b masks
     nothing = torch.where(gap == torch.inf, gap, 0)
     terms = torch.where(mass > 0, mass * (a - b), nothing)
     mean = terms.sum(-1, dtype=torch.float64) / total
@@ -108,11 +110,13 @@ def _(stats, *_):
 def _merge(stats, temperature):
     m_a, s_a, sound, m_b, s_b, c = stats.unbind(-1)
     maximum_a, total_a, shift_a = merge_norm(m_a, s_a, temperature)
-    maximum_b, total_b, shift_b = merge_norm(m_b, s_b, temperature)
+    maximum_b, total_b, _ = merge_norm(m_b, s_b, temperature)
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
     share = shift_a.exp() * s_a / total_a.unsqueeze(-1)
+    shift = rebase(m_a, maximum_a.unsqueeze(-1), None) - rebase(m_b, maximum_b.unsqueeze(-1), None)
     # "is infinite" does not pass through a product: the share may be 0
-    cross = torch.where(c == torch.inf, c, weigh(share, c + shift_a - shift_b)).sum(-1)
+    cross = torch.where(c == torch.inf, c, weigh(share, c + shift)).sum(-1, keepdim=True)
+    cross = scaled(cross, temperature).squeeze(-1)
     value = (cross + (log_sum_b - log_sum_a)).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
     return value, saved, fault(sound)
