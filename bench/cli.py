@@ -27,6 +27,7 @@ SHAPES = {
 }
 """Rows and vocabulary, by device and number of ranks."""
 FAMILIES = list(dict.fromkeys(op.family for op in OPS.values()))
+DEFAULT_OPS = [family for family in FAMILIES if family != "step"]
 QUICK_OPS = ("logprobs", "kl_div")
 QUICK = {1: [(64, 1002)], 2: [(64, 1002)]}
 ROUNDS = 5
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 def _selected(options: argparse.Namespace) -> list[Group]:
     shapes = QUICK if options.quick else SHAPES[options.device]
     make = quick_groups if options.quick else groups
-    ops = [options.op] if options.op else QUICK_OPS if options.quick else FAMILIES
+    ops = [options.op] if options.op else QUICK_OPS if options.quick else DEFAULT_OPS
     if options.ranks is not None:
         counts = [options.ranks]
     elif options.device == "cuda":

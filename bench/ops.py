@@ -158,7 +158,6 @@ OPS = {
         Op("kl_div", *KL, passes=5, gradients=STUDENT),
         Op("kl_div, reverse", *REVERSE_KL, passes=5, gradients=STUDENT),
         Op("kl_div, both gradients", *KL, passes=6, gradients=BOTH),
-        Op("kl_div, reverse, both gradients", *REVERSE_KL, passes=6, gradients=BOTH),
         Op(
             "cross_entropy",
             *CROSS_ENTROPY,

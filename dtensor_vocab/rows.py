@@ -141,10 +141,17 @@ def pick(logits: Tensor, index: Tensor, start: Tensor, columns: int) -> Tensor:
     return torch.where(owned, logits.gather(-1, local).to(math_dtype(logits)), 0)
 
 
+SORTED_FROM = 128
+"""K from which on to sort is faster than to compare each entry with each."""
+
+
 def sum_equal(keys: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
     """For each of the K entries of a row, the sums of ``values`` over the entries of equal key."""
     if keys.shape[-1] == 1:
         return values
+    if keys.shape[-1] < SORTED_FROM:
+        equal = keys.unsqueeze(-1) == keys.unsqueeze(-2)
+        return tuple(torch.where(equal, value.unsqueeze(-2), 0).sum(-1) for value in values)
     ordered, order = keys.sort(dim=-1, stable=True)
     first = torch.searchsorted(ordered, keys)
     last = torch.searchsorted(ordered, keys, right=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import empty_grad
-from dtensor_vocab.kernel import Rows, blocks, flat, kernel
+from dtensor_vocab.kernel import Rows, blocks, flat, in_blocks, kernel
 from dtensor_vocab.rows import local_ids, log_prob, prepare, scaled, sum_equal, without_padding
 
 __all__ = ["Coefficients", "SoftmaxGradient"]
@@ -83,9 +83,11 @@ class SoftmaxGradient:
         if logits.numel() == 0:
             return
         by_rows = _by_rows(logits, *args)
-        entries = list(self._entries(by_rows)) if _k(by_rows[2]) > 0 else []
+        k = _k(by_rows[2])
+        entries = in_blocks(self._at_ids, by_rows, BLOCK_IDS // k) if k > 0 else None
         self._overwrite(*by_rows)
-        _write(by_rows[0], entries)
+        if entries is not None:
+            _write(by_rows[0], blocks(entries, BLOCK_IDS // k))
 
     def _entries(self, by_rows: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """For some rows at a time, the columns of the ids and what is to be there."""

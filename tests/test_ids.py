@@ -204,9 +204,11 @@ def test_some_of_the_ids_ignored(op: Op, layout: Layout | None) -> None:
 
 
 @PLAIN_OR_MESH
+@pytest.mark.parametrize("k", [64, 200])
 @pytest.mark.parametrize("op", MANY, ids=str)
-def test_more_ids_than_tokens(op: Op, layout: Layout | None) -> None:
-    op = k_ids(op, 64)
+def test_more_ids_than_tokens(op: Op, k: int, layout: Layout | None) -> None:
+    """Compared with each other, and sorted where they are many."""
+    op = k_ids(op, k)
     check(op, draw(op), layout)
 
 

@@ -76,7 +76,7 @@ def _new_stats(student, ids, vocab_start) -> Tensor:
     return student.new_empty(shape, dtype=math_dtype(student))
 
 
-BLOCK_LOGITS = 1 << 19
+BLOCK_LOGITS = 1 << 21
 """How many logits are copied at once, for their tail to be summed."""
 
 
