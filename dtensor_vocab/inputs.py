@@ -207,14 +207,10 @@ def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
 
 def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor) -> None:
     check_bool(function, inplace_backward, "inplace_backward")
-    if not inplace_backward:
-        return
-    with torch.no_grad():
-        local = logits.to_local() if isinstance(logits, DTensor) else logits
-    if _may_overlap(local):
+    if inplace_backward and _may_overlap(logits):
         raise ValueError(
             f"{function}: expected logits of which no two share memory for inplace_backward=True, "
-            f"got shape {tuple(local.shape)} with strides {tuple(local.stride())}"
+            f"got shape {tuple(logits.shape)} with strides {tuple(logits.stride())}"
         )
 
 
