@@ -197,7 +197,7 @@ class World:
         self.exchanges += 1
         self.store.set(f"{self.exchanges}/{self.rank}", pickle.dumps(value))
         keys = [f"{self.exchanges}/{rank}" for rank in range(self.size)]
-        self.store.wait(keys, 3 * self.timeout)  # a peer may still be compiling
+        self.store.wait(keys, self.timeout)
         return [pickle.loads(self.store.get(key)) for key in keys]
 
     def settle(self, name: str, passed: bool) -> None:

@@ -1,17 +1,17 @@
 """``kl_div``: KL(A || B) = Σ p_A (log p_A - log p_B), forward (A the teacher) or reverse.
 
-With m and s of both and the mean c = Σ e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B)) / s_A over each
+With m and s of both and the cross term c = Σ e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B)) of each
 shard r, and with M, S over the whole vocabulary,
 
-    KL = Σ_r w_r (c_r + (m_Ar - M_A) - (m_Br - M_B)) - log S_A + log S_B,
-    w_r = e^(m_Ar - M_A) s_Ar / S_A
+    KL = C / S_A - log S_A + log S_B,
+    C = Σ_r e^(m_Ar - M_A) (c_r + s_Ar ((m_Ar - M_A) - (m_Br - M_B)))
 
-With a temperature T, exponents are divided by it, and the sum over r.
+With a temperature, exponents and C are divided by it.
 
     dKL/da_v = p_A (log p_A - log p_B - KL),  dKL/db_v = p_B - p_A
 
-c is +inf where A has mass on a token that B masks with -inf. A mean, since a sum of what finite
-masks make of it would overflow.
+c is +inf where A has mass on a token that B masks with -inf. It is sent as c / 2^24, or
+finite masks would overflow it.
 """
 
 from __future__ import annotations
@@ -74,21 +74,24 @@ def _new_stats(a, b, vocab_start, cross) -> Tensor:
 def _shard_stats(a, b, temperature, start, columns, sizes, cross):
     dtype = math_dtype(a, b)
     a, b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
-    gap = a / 2 - b / 2  # +inf where b alone is masked, and nowhere else
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
-    a = rebase(a, maximum_a.unsqueeze(-1), None)
-    b = rebase(b, maximum_b.unsqueeze(-1), None)
-    mass = scaled(a, temperature).exp()
+    x = rebase(a, maximum_a.unsqueeze(-1), None)
+    y = rebase(b, maximum_b.unsqueeze(-1), None)
+    mass = scaled(x, temperature).exp()
     sound = coverage(a, start, columns, sizes)
-    total = mass.sum(-1)
-    stats = [maximum_a, total, sound, maximum_b, scaled(b, temperature).exp().sum(-1)]
+    stats = [maximum_a, mass.sum(-1), sound, maximum_b, scaled(y, temperature).exp().sum(-1)]
     if not cross:
         return torch.stack(stats, -1)
-    # of mass that is 0 in fp32, infinite is what b masks
+    # of mass that is 0 in fp32, infinite is what b alone masks
+    gap = a / 2 - b / 2  # halved, it is infinite for nothing else
     nothing = torch.where(gap == torch.inf, gap, 0)
-    terms = torch.where(mass > 0, mass * (a - b), nothing)
-    mean = terms.sum(-1, dtype=torch.float64) / total
-    return torch.stack([*stats, mean.to(dtype)], -1)
+    terms = torch.where(mass > 0, mass * (x - y), nothing)
+    c = terms.sum(-1, dtype=torch.float64) * SCALE
+    return torch.stack([*stats, c.to(dtype)], -1)
+
+
+SCALE = 2.0**-24
+"""Of the cross term as it is sent: one over the most columns that there may be in fp32."""
 
 
 @operator("gathered, rows -> rows, rows")
@@ -112,12 +115,12 @@ def _merge(stats, temperature):
     maximum_a, total_a, shift_a = merge_norm(m_a, s_a, temperature)
     maximum_b, total_b, _ = merge_norm(m_b, s_b, temperature)
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
-    share = shift_a.exp() * s_a / total_a.unsqueeze(-1)
     shift = rebase(m_a, maximum_a.unsqueeze(-1), None) - rebase(m_b, maximum_b.unsqueeze(-1), None)
-    # "is infinite" does not pass through a product: the share may be 0
-    cross = torch.where(c == torch.inf, c, weigh(share, c + shift)).sum(-1, keepdim=True)
-    cross = scaled(cross, temperature).squeeze(-1)
-    value = (cross + (log_sum_b - log_sum_a)).clamp_min(0)
+    # "is infinite" does not pass through a product: the weight of the shard may be 0
+    cross = weigh(shift_a.exp(), c + s_a * SCALE * shift)
+    cross = torch.where(c == torch.inf, c, cross).sum(-1, keepdim=True)
+    cross = scaled(cross / total_a.unsqueeze(-1) / SCALE, temperature).squeeze(-1)
+    value = (cross - log_sum_a + log_sum_b).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
     return value, saved, fault(sound)
 
