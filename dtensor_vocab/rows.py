@@ -16,8 +16,6 @@ from torch import Tensor
 from dtensor_vocab._private import assert_async
 
 __all__ = [
-    "BAD_ID",
-    "BAD_LAYOUT",
     "Sizes",
     "assert_sound",
     "coverage",
@@ -36,8 +34,6 @@ __all__ = [
     "weigh",
     "without_padding",
 ]
-
-BAD_ID, BAD_LAYOUT = 1, 2
 
 
 class Sizes(NamedTuple):
@@ -187,9 +183,11 @@ def coverage(
 
 
 def fault(covered: Tensor) -> Tensor:
-    """What is wrong with each row, from the shards' ``coverage [rows, shards]``; 0 is nothing."""
-    layout = torch.where((covered != covered[..., :1]).any(-1), BAD_LAYOUT, 0)
-    return torch.where((covered == -torch.inf).any(-1), BAD_ID, layout).to(torch.int8)
+    """Of each row, from its shards' ``coverage [rows, shards]``, whether an id is out of range and
+    whether the shards do not fit together: ``[rows, 2]``.
+    """
+    bad_id = (covered == -torch.inf).any(-1)
+    return torch.stack([bad_id, (covered != covered[..., :1]).any(-1) & ~bad_id], -1)
 
 
 def assert_sound(
@@ -197,18 +195,18 @@ def assert_sound(
 ) -> None:
     """Asserts on the device, without the host waiting, that no row is at fault.
 
-    ``faults [rows]`` comes from what the collective carried, so all ranks raise alike.
-    ``vocab_size`` is given by ops that take ids.
+    ``faults [*, 2]``, of :func:`fault`, come from what the collective carried, so all ranks raise
+    alike. ``vocab_size`` is given by ops that take ids.
     """
     if vocab_size is not None:
         ignored = "" if ignore_index is None else f" or id == ignore_index ({ignore_index})"
         assert_async(
-            (faults != BAD_ID).all(),
+            ~faults[..., 0].any(),
             f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, "
             "got one out of range on at least one rank",
         )
     assert_async(
-        (faults != BAD_LAYOUT).all(),
+        ~faults[..., 1].any(),
         f"{function}: expected each rank to hold the torch.chunk share of one number of columns, "
         "got shards that do not fit together; where they are uneven, DTensor.from_local needs the "
         "global shape= and stride=",

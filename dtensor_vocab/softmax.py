@@ -120,6 +120,7 @@ class Softmax(NamedTuple):
     log_p: Tensor
     """At the ids."""
     fault: Tensor
+    """``[rows, 2]``, as :func:`~dtensor_vocab.rows.fault` has it."""
     entropy: Tensor | None
     mean_log_p: Tensor | None
 

@@ -25,7 +25,7 @@ from dtensor_vocab.inputs import (
 )
 from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import BAD_ID, BAD_LAYOUT, assert_sound, not_ignored, scaled, weigh
+from dtensor_vocab.rows import assert_sound, not_ignored, scaled, weigh
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
@@ -59,7 +59,7 @@ def cross_entropy_merge(
         z_loss or None,
     )
     if checked:
-        _assert_sound(counts[..., 1], counts[..., 2], vocab_size, ignore_index)
+        assert_sound("cross_entropy", counts[..., 1:] > 0, vocab_size, ignore_index)
     shape = target.shape
     return loss.view(shape), counts.view(*shape, 3), saved.view(*shape, 3)
 
@@ -80,15 +80,9 @@ def _merge(stats, target, temperature, ignore_index, label_smoothing, z_loss):
     if z_loss is not None:
         loss = loss + z_loss * lse.square()
     valid = not_ignored(target.squeeze(-1), ignore_index)
-    counts = [valid, softmax.fault == BAD_ID, softmax.fault == BAD_LAYOUT]
-    saved = [softmax.maximum, softmax.log_sum, lse]
-    loss = torch.where(valid, loss, 0)
-    return loss, torch.stack(counts, -1).to(loss.dtype), torch.stack(saved, -1)
-
-
-def _assert_sound(bad_ids: Tensor, bad_layouts: Tensor, *options: int | None) -> None:
-    faults = torch.where(bad_ids > 0, BAD_ID, torch.where(bad_layouts > 0, BAD_LAYOUT, 0))
-    assert_sound("cross_entropy", faults, *options)
+    counts = torch.cat([valid.unsqueeze(-1), softmax.fault], -1).to(loss.dtype)
+    saved = torch.stack([softmax.maximum, softmax.log_sum, lse], -1)
+    return torch.where(valid, loss, 0), counts, saved
 
 
 @operator("gathered -> rows")
@@ -97,7 +91,7 @@ def cross_entropy_check(sums: Tensor, vocab_size: int, ignore_index: int | None)
 
     Ranks that have other rows learn of it from the sums, so that none is left waiting for them.
     """
-    _assert_sound(sums[2], sums[3], vocab_size, ignore_index)
+    assert_sound("cross_entropy", sums[2:].movedim(0, -1) > 0, vocab_size, ignore_index)
     return torch.zeros_like(sums[0])
 
 
