@@ -138,7 +138,8 @@ def pick(logits: Tensor, index: Tensor, start: Tensor, columns: int) -> Tensor:
 
 
 SORTED_FROM = 128
-"""K from which on to sort is faster than to compare each entry with each."""
+"""K from which on entries are sorted: to compare each with each takes K times their memory in eager
+code. Where compiled, it takes none."""
 
 
 def sum_equal(keys: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
