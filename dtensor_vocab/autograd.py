@@ -32,15 +32,31 @@ class PerToken(torch.autograd.Function):
         The first output has a gradient, the last one is saved.
         """
         ctx.function = function
-        ctx.save_for_backward(*inputs, outputs[-1])
+        saved = *inputs, outputs[-1]
+        ctx.count = len(saved)
+        ctx.save_for_backward(*saved, *_local_versions(inputs))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
+
+
+def _local_versions(inputs: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """Empty views of the local tensors of DTensors, for autograd to save.
+
+    A DTensor does not see its local tensor edited in place, since it has a version counter of its
+    own (torch 2.11 to 2.14). These views have that of the local tensor, so autograd raises. In
+    compiled code it saves the local tensors themselves.
+    """
+    if torch.compiler.is_compiling():
+        return []
+    locals_ = [x.to_local() for x in inputs if isinstance(x, DTensor)]
+    return [x.as_strided((0,), (1,)) for x in locals_ if not x.is_inference()]
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the gradients of a ``backward`` raise where they are differentiated again.
 
-    Without it a gradient penalty, say, would silently get no gradient. ``backward`` returns a
+    Without it a gradient penalty, say, would silently get no gradient. ``backward(ctx, saved,
+    *grads)`` gets the saved tensors, which checkpointing lets a node unpack once, and returns a
     tuple with the gradients of the first inputs; the others have none.
     """
 
@@ -48,12 +64,13 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     def once(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors[: ctx.count]
         with torch.no_grad():
-            gradients = backward(ctx, *grads)
+            gradients = backward(ctx, saved, *grads)
         gradients = (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return gradients
-        sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+        sources = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
         return tuple(g if g is None else _Once.apply(ctx.function, g, *sources) for g in gradients)
 
     return once

@@ -8,6 +8,7 @@ exception is a DTensor that ranks disagree on, as ``from_local`` of uneven shard
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "check_logprobs",
     "check_teacher",
     "check_temperature",
+    "saveable",
 ]
 
 MAX_COLUMNS = 1 << 24
@@ -49,9 +51,13 @@ def check_logits(
     """Checks ``logits [*, V]`` and ``vocab_size``, and says where the vocabulary lies."""
     vocab_dim = _check_one(function, logits, name)
     columns = logits.shape[-1]
-    if vocab_size is None:
-        vocab_size = columns
-    _check_int(function, vocab_size, "vocab_size", "an int or None")
+    if torch.jit.is_tracing():
+        columns = int(columns)
+    vocab_size = (
+        columns
+        if vocab_size is None
+        else _check_int(function, vocab_size, "vocab_size", "an int or None")
+    )
     if not 0 < vocab_size <= columns:
         raise ValueError(
             f"{function}: expected 0 < vocab_size <= {columns}, the columns of {name}, "
@@ -121,8 +127,11 @@ def _shards_vocab(placement: Placement, logits: Tensor) -> bool:
     return isinstance(placement, Shard) and placement.dim % logits.dim() == logits.dim() - 1
 
 
-def check_teacher(function: str, teacher: Tensor, student: Tensor) -> None:
-    """Checks a teacher's logits, which have the rows and columns of the student's everywhere."""
+def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
+    """Checks a teacher's logits, which have the rows and columns of the student's everywhere.
+
+    Returns them as a tensor that autograd can save.
+    """
     _check_one(function, teacher, "teacher")
     facts: list[tuple[str, Any, Any]] = [
         ("shape", tuple(student.shape), tuple(teacher.shape)),
@@ -134,10 +143,51 @@ def check_teacher(function: str, teacher: Tensor, student: Tensor) -> None:
         facts.append(("placements", tuple(student.placements), tuple(teacher.placements)))
     for fact, mine, other in facts:
         if mine != other:
+            cure = ""
+            if fact == "shape" and mine[:-1] == other[:-1]:
+                cure = (
+                    "; where only the padding of the vocabulary differs, hand over the first "
+                    f"{min(mine[-1], other[-1])} columns of the wider one and give vocab_size"
+                )
             raise ValueError(
                 f"{function}: expected student and teacher of the same {fact}, "
-                f"got {mine} and {other}"
+                f"got {mine} and {other}{cure}"
             )
+    return saveable(teacher)
+
+
+def saveable(x: Tensor) -> Tensor:
+    """``x``, or the same memory as a tensor that autograd saves, which it refuses to do with one
+    made under ``torch.inference_mode``.
+    """
+    if not _is_inference(x):
+        return x
+    local = _local(x)
+    if type(local) is not Tensor:  # a subclass has its memory elsewhere
+        return x.clone()
+    alias = torch.empty(0, dtype=x.dtype, device=x.device)
+    alias.set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
+    if not isinstance(x, DTensor):
+        return alias
+    return DTensor.from_local(
+        alias, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def _is_inference(x: Tensor) -> bool:
+    """Whether ``x`` or its local tensor was made under ``torch.inference_mode``, and is used
+    outside of it.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False
+    return x.is_inference() or _local(x).is_inference()
+
+
+def _local(x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    with torch.no_grad():
+        return x.to_local()
 
 
 K_AXIS = ((), ("K",))
@@ -173,22 +223,24 @@ def check_logprobs(function: str, logprobs: Tensor, ids: Tensor, logits: Tensor)
     return check_row_values(function, logprobs, logits, name, (("K",),))
 
 
-def check_ignore_index(function: str, ignore_index: int | None) -> None:
+def check_ignore_index(function: str, ignore_index: int | None) -> int | None:
     if ignore_index is None:
-        return
-    _check_int(function, ignore_index, "ignore_index", "an int or None")
+        return None
+    ignore_index = _check_int(function, ignore_index, "ignore_index", "an int or None")
     if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"{function}: expected ignore_index of 64 bits, got {ignore_index}")
+    return ignore_index
 
 
-def check_float(function: str, value: float, name: str, most: float | None = None) -> None:
+def check_float(function: str, value: float, name: str, most: float | None = None) -> float:
     """Checks a weight that is at least 0 and finite."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not _is_real(value):
         got = type(value).__name__
         raise TypeError(f"{function}: expected {name} to be a float, got {got}")
     if not (0 <= value < math.inf and (most is None or value <= most)):
         bound = f"<= {most}" if most is not None else "< inf"
         raise ValueError(f"{function}: expected 0 <= {name} {bound}, got {value}")
+    return float(value)
 
 
 def check_bool(function: str, value: bool, name: str) -> None:
@@ -196,13 +248,14 @@ def check_bool(function: str, value: bool, name: str) -> None:
         raise TypeError(f"{function}: expected {name} to be a bool, got {type(value).__name__}")
 
 
-def check_k(function: str, k: int, vocabulary: Vocabulary) -> None:
-    _check_int(function, k, "k")
+def check_k(function: str, k: int, vocabulary: Vocabulary) -> int:
+    k = _check_int(function, k, "k")
     most = vocabulary.sizes.vocab_size
     if not 0 <= k <= most:
         raise ValueError(
             f"{function}: expected 0 <= k <= {most}, the size of the vocabulary, got {k}"
         )
+    return k
 
 
 def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor) -> None:
@@ -237,15 +290,15 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
                 f"{function}: expected temperature without a gradient, got requires_grad=True; "
                 "detach it"
             )
-        return check_row_values(function, temperature, logits, "temperature")
-    if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
+        return check_row_values(function, temperature, logits, "temperature", one_for_all=True)
+    if not _is_real(temperature):
         got = type(temperature).__name__
         raise TypeError(f"{function}: expected temperature to be a float or a Tensor, got {got}")
     if not 0 < temperature < math.inf:  # math.isfinite does not trace
         raise ValueError(f"{function}: expected 0 < temperature < inf, got {temperature}")
     if temperature == 1:
         return None
-    scalar = torch.full((), temperature, dtype=torch.float64, device=logits.device)
+    scalar = torch.full((), float(temperature), dtype=torch.float64, device=logits.device)
     return _replicated(scalar, logits) if isinstance(logits, DTensor) else scalar
 
 
@@ -255,15 +308,18 @@ def check_row_values(
     logits: Tensor,
     name: str,
     trailing: tuple[tuple[str, ...], ...] = ((),),
+    one_for_all: bool = False,
 ) -> Tensor:
     """Checks that ``values``, ``[*]`` and what may trail it, lie where the logits do.
 
-    A plain tensor beside DTensor logits is the same global tensor on all ranks.
+    A plain tensor beside DTensor logits is the same global tensor on all ranks. ``one_for_all``
+    allows a 0-d tensor, one value for all rows.
     """
+    single = one_for_all and values.dim() == 0
     by_rows = isinstance(logits, DTensor) and any(
         p.is_shard() and not _shards_vocab(p, logits) for p in logits.placements
     )
-    if by_rows and not isinstance(values, DTensor):
+    if by_rows and not single and not isinstance(values, DTensor):
         raise ValueError(
             f"{function}: expected {name} to be a DTensor, since the logits shard a leading dim "
             f"({tuple(logits.placements)} on {logits.device_mesh}), got a Tensor, which may be the "
@@ -271,8 +327,9 @@ def check_row_values(
         )
     rows, shape = tuple(logits.shape[:-1]), tuple(values.shape)
     lengths = [len(rows) + len(dims) for dims in trailing]
-    if len(shape) not in lengths or shape[: len(rows)] != rows:
-        wanted = " or ".join(f"[{', '.join(map(str, (*rows, *dims)))}]" for dims in trailing)
+    if not single and (len(shape) not in lengths or shape[: len(rows)] != rows):
+        allowed = [(*rows, *dims) for dims in trailing] + [()] * (one_for_all and bool(rows))
+        wanted = " or ".join(f"[{', '.join(map(str, dims))}]" for dims in allowed)
         raise ValueError(
             f"{function}: expected {name} of shape {wanted} for logits of shape "
             f"{list(logits.shape)}, got {list(shape)}"
@@ -282,6 +339,8 @@ def check_row_values(
             f"{function}: expected {name} on the device of the logits, {logits.device}, "
             f"got {values.device}"
         )
+    if _is_inference(values):
+        values = values.clone()
     if not isinstance(logits, DTensor):
         if isinstance(values, DTensor):
             raise ValueError(
@@ -296,7 +355,7 @@ def check_row_values(
             f"{function}: expected {name} on the mesh of the logits, {logits.device_mesh}, "
             f"got {values.device_mesh}"
         )
-    wanted = [Replicate() if _shards_vocab(p, logits) else p for p in logits.placements]
+    wanted = [Replicate() if single or _shards_vocab(p, logits) else p for p in logits.placements]
     # here, once, or each operator that takes them would
     return values if values.placements == tuple(wanted) else values.redistribute(placements=wanted)
 
@@ -315,7 +374,12 @@ def _check_tensor(function: str, value: Any, name: str) -> None:
         raise TypeError(f"{function}: expected {name} to be a dense tensor, got {got}")
 
 
-def _check_int(function: str, value: Any, name: str, wanted: str = "an int") -> None:
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+def _check_int(function: str, value: Any, name: str, wanted: str = "an int") -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         got = type(value).__name__
         raise TypeError(f"{function}: expected {name} to be {wanted}, got {got}")
+    return value if isinstance(value, (int, torch.SymInt)) else int(value)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)

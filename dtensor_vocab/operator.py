@@ -12,11 +12,14 @@ role              tensor               mesh dim that shards V  mesh dim that sha
 ``stats``         ``[shards, *, S]``   ``Shard(0)``            ``Shard(d + 1)``
 ``gathered``      ``[shards, *, S]``   ``Replicate()``         ``Shard(d + 1)``
 ``start``         ``[shards]``         ``Shard(0)``            ``Replicate()``
+``sums``          ``[S]``              ``Replicate()``         ``Partial()``
+``total``         ``[S]``, ``[]``      ``Replicate()``         ``Replicate()``
 ================  ===================  ======================  =============================
 
 A mesh dim that shards nothing holds all of them as ``Replicate()``. An argument that is placed
-otherwise is redistributed on the way in. In a call of this package that is one step: from
-``stats`` to ``gathered``, an all-gather over the vocabulary's mesh dim.
+otherwise is redistributed on the way in. In a call of this package there are two such steps: from
+``stats`` to ``gathered``, an all-gather over the vocabulary's mesh dim, and from ``sums`` over rows
+to their ``total``, an all-reduce over the mesh dims that shard rows.
 """
 
 from __future__ import annotations
@@ -28,13 +31,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_vocab._private import DTensorSpec, non_view, register_placements, tensor_arguments
 
 __all__ = ["operator"]
 
+WHOLE = ("logits", "stats", "gathered")
+"""The roles that have all leading dims of the logits."""
 VOCAB = -1
 """Stands for the vocabulary where a mesh dim is said to shard dim ``d`` of the logits."""
 
@@ -55,10 +60,10 @@ def operator(
         specs: Sequence[DTensorSpec | None],
     ) -> tuple[list[tuple[Placement, ...] | None], list[tuple[Placement, ...]]]:
         given = list(zip(inputs, specs, strict=True))
+        there = [(role, spec) for role, spec in given if spec is not None]
         dims, ndim = next(
-            _sharded_dims(role, spec)
-            for role, spec in given
-            if role in ("logits", "stats", "gathered") and spec is not None
+            (_sharded_dims(role, spec) for role, spec in there if role in WHOLE),
+            _sharded_dims(*there[0]),
         )
         wanted = [
             None if spec is None else tuple(_placement(role, dim, spec.ndim) for dim in dims)
@@ -93,7 +98,9 @@ def _without_views(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
     """For each mesh dim the dim of the logits that it shards, or None; the logits' ``ndim``."""
-    shift = 0 if role == "logits" else 1
+    if role == "total":
+        return [None] * len(spec.placements), 0
+    shift = 1 if role in ("stats", "gathered") else 0
     ndim = spec.ndim - shift
     vocab = ndim - 1 if role == "logits" else -1
     dims = [p.dim - shift if isinstance(p, Shard) else None for p in spec.placements]
@@ -102,8 +109,10 @@ def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
 
 def _placement(role: str, dim: int | None, ndim: int) -> Placement:
     """Where a mesh dim that shards ``dim`` of the logits has a tensor of this role."""
-    if dim is None:
+    if dim is None or role == "total":
         return Replicate()
+    if role == "sums":
+        return Replicate() if dim == VOCAB else Partial()
     if role == "logits":
         return Shard(ndim - 1 if dim == VOCAB else dim)
     if role in ("stats", "gathered"):
@@ -132,29 +141,45 @@ def _vmap(
 ) -> tuple[Any, Any]:
     if any(isinstance(arg, DTensor) for arg in args):
         raise NotImplementedError("dtensor_vocab: vmap takes plain tensors, not DTensors")
-    roles = iter(inputs)
-    batched: list[Any] = []
-    rows: tuple[int, ...] = ()
     # torch leaves out arguments that have their default, the last ones
-    for arg, dim, wanted in zip(args, in_dims, tensor_arguments(op), strict=False):
-        role = next(roles) if wanted else None
+    names = iter(inputs)
+    roles = [
+        next(names) if wanted else None
+        for _, wanted in zip(args, tensor_arguments(op), strict=False)
+    ]
+    batched: list[Any] = []
+    lead = _lead_shape(roles, args, in_dims)
+    for role, arg, dim in zip(roles, args, in_dims, strict=True):
         if not isinstance(arg, Tensor) or role == "start":
             batched.append(arg)
             continue
         batch_dim = _batch_dim(role)
+        per_example = arg.dim() - (dim is not None)
+        one_for_all_rows = role == "rows" and per_example == 0 and lead != ()
         if dim is not None:
             arg = arg.movedim(dim, batch_dim)
-        elif arg.dim() > 0:
+        elif not one_for_all_rows:
             arg = arg.unsqueeze(batch_dim)
             arg = arg.expand(*arg.shape[:batch_dim], info.batch_size, *arg.shape[batch_dim + 1 :])
-        if role in ("logits", "stats", "gathered"):
-            rows = arg.shape[batch_dim + 1 : -1]
-        elif role == "rows" and dim is not None and arg.dim() == 1 < len(rows) + 1:
-            arg = arg.view(-1, *[1] * len(rows)).expand(-1, *rows)  # one value for an example
+        if one_for_all_rows and dim is not None:
+            arg = arg.view(-1, *[1] * len(lead)).expand(-1, *lead)
         batched.append(arg)
     results = op(*batched)
     out_dims = tuple(map(_batch_dim, outputs))
     return results, out_dims if len(out_dims) > 1 else out_dims[0]
+
+
+def _lead_shape(
+    roles: Sequence[str | None], args: Sequence[Any], in_dims: Sequence[int | None]
+) -> tuple[int, ...]:
+    """The leading dims of the logits of one example."""
+    for role, arg, dim in zip(roles, args, in_dims, strict=True):
+        if role in WHOLE:
+            shape = list(arg.shape)
+            if dim is not None:
+                del shape[dim]
+            return tuple(shape[0 if role == "logits" else 1 : -1])
+    return ()
 
 
 def _batch_dim(role: str | None) -> int:

@@ -7,6 +7,7 @@ with ids of the whole vocabulary, ``start`` (0-d) the first column of the shard,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ from torch import Tensor
 from dtensor_vocab._private import assert_async
 
 __all__ = [
+    "FAULTS",
     "Sizes",
     "assert_sound",
     "coverage",
     "fault",
+    "least_exponent",
     "local_ids",
     "log_prob",
     "math_dtype",
@@ -32,6 +35,7 @@ __all__ = [
     "sum_columns",
     "sum_equal",
     "weigh",
+    "weigh_shift",
     "without_padding",
 ]
 
@@ -108,6 +112,19 @@ def merge_norm(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tensor
     return maximum, (shift.exp() * s).sum(-1), shift
 
 
+def weigh_shift(mass: Tensor, shift: Tensor) -> Tensor:
+    """``mass * shift`` for ``mass = exp(shift)``, 0 where the shift is -inf or large enough to
+    leave no mass. (One instruction less than :func:`weigh`.)
+    """
+    return mass * shift.clamp_min(least_exponent(shift.dtype))
+
+
+def least_exponent(dtype: torch.dtype) -> float:
+    """A number below which the exponential is 0."""
+    finfo = torch.finfo(dtype)
+    return math.log(finfo.tiny * finfo.eps) - 1
+
+
 def weigh(weight: Tensor, x: Tensor) -> Tensor:
     """``weight * x``, 0 where the weight is, though ``x`` may be NaN or have overflowed."""
     return torch.where(weight == 0, 0, weight * x)
@@ -164,50 +181,73 @@ def coverage(
     start: Tensor,
     columns: int,
     sizes: Sequence[int],
+    temperature: Tensor | None = None,
     index: Tensor | None = None,
     ignore_index: int | None = None,
 ) -> Tensor:
     """A check value per row: how many columns this shard, of ``columns``, believes there are.
 
     Shards that agree on it, and have the size that it gives them, cover the vocabulary exactly
-    once. It is NaN if the shard has another size, and -inf if an id of the row is out of range.
+    once. It is NaN if the shard has another size, -inf if an id of the row is out of range, and
+    +inf if its temperature is not positive and finite.
     """
     total, shard_size, vocab_size = sizes
     expected = (total - start).clamp(0, shard_size)
     number = torch.where(expected == columns, x.new_full((), total), torch.nan)
     number = number.expand(x.shape[:-1])
-    if index is None:
-        return number
-    in_range = (index >= 0) & (index < vocab_size)
-    bad = not_ignored(index, ignore_index) & ~in_range
-    return torch.where(bad.any(-1), -torch.inf, number)
+    if index is not None:
+        in_range = (index >= 0) & (index < vocab_size)
+        bad = not_ignored(index, ignore_index) & ~in_range
+        number = torch.where(bad.any(-1), -torch.inf, number)
+    if temperature is not None:
+        bad = ~((temperature > 0) & (temperature < torch.inf))
+        number = torch.where(bad.any(-1) if bad.dim() else bad, torch.inf, number)
+    return number
+
+
+FAULTS = 3
+"""Kinds of faults of a row, as :func:`fault` lists them."""
 
 
 def fault(covered: Tensor) -> Tensor:
-    """Of each row, from its shards' ``coverage [rows, shards]``, whether an id is out of range and
-    whether the shards do not fit together: ``[rows, 2]``.
+    """Which faults the shards' ``coverage [rows, shards]`` shows in each row, ``[rows, 3]``: an id
+    out of range, shards that do not fit together, a temperature that is not positive and finite.
     """
     bad_id = (covered == -torch.inf).any(-1)
-    return torch.stack([bad_id, (covered != covered[..., :1]).any(-1) & ~bad_id], -1)
+    bad_temperature = (covered == torch.inf).any(-1)
+    misfit = (covered != covered[..., :1]).any(-1) & ~bad_id & ~bad_temperature
+    return torch.stack([bad_id, misfit, bad_temperature], -1)
 
 
 def assert_sound(
-    function: str, faults: Tensor, vocab_size: int | None = None, ignore_index: int | None = None
+    function: str,
+    faults: Tensor,
+    tempered: bool = False,
+    vocab_size: int | None = None,
+    ignore_index: int | None = None,
 ) -> None:
     """Asserts on the device, without the host waiting, that no row is at fault.
 
-    ``faults [*, 2]``, of :func:`fault`, come from what the collective carried, so all ranks raise
-    alike. ``vocab_size`` is given by ops that take ids.
+    ``faults [*, 3]``, of :func:`fault`, come from what the collective carried, so all ranks raise
+    the same error. ``tempered`` says whether the rows have a temperature; ops that take ids give
+    ``vocab_size``.
     """
+    bad_id, misfit, bad_temperature = faults.flatten(0, -2).any(0).unbind()
     if vocab_size is not None:
         ignored = "" if ignore_index is None else f" or id == ignore_index ({ignore_index})"
         assert_async(
-            ~faults[..., 0].any(),
+            ~bad_id,
             f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, "
             "got one out of range on at least one rank",
         )
+    if tempered:
+        assert_async(
+            ~bad_temperature,
+            f"{function}: expected 0 < temperature < inf in every row, got another on at least "
+            "one rank",
+        )
     assert_async(
-        ~faults[..., 1].any(),
+        ~misfit,
         f"{function}: expected each rank to hold the torch.chunk share of one number of columns, "
         "got shards that do not fit together; where they are uneven, DTensor.from_local needs the "
         "global shape= and stride=",

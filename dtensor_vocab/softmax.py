@@ -2,11 +2,11 @@
 
 Over its own columns, a shard computes for each row, in one read of the logits x,
 
-    m = max x_v,  s = Σ e^(x_v - m),  picked_k = x[index_k]
+    m = max x_v,  s = Σ e^(x_v - m),  w = Σ e^(x_v - m) (x_v - m),  picked_k = x[index_k]
 
-and where asked for w = Σ e^(x_v - m) (x_v - m) and, over its n tokens of the N there are, n / N and
-t = Σ (x_v - m) / N. With a temperature, each difference of logits is divided by it. With M = max
-m_r over the shards r, the whole vocabulary has
+and, for label smoothing, n / N for its n of all N tokens and t = Σ (x_v - m) / N over these n. A
+temperature divides each difference of logits. With M = max m_r over the shards r, the whole
+vocabulary has
 
     S = Σ_r s_r e^(m_r - M),  W = Σ_r e^(m_r - M) (w_r + s_r (m_r - M)),
     T = Σ_r t_r + (n_r / N) (m_r - M)
@@ -15,6 +15,11 @@ so that log p_v = (x_v - M) - log S, the entropy is log S - W / S and the mean o
 vocabulary is T - log S. M and log S are kept apart: their sum would lose the digits of log S where
 all logits are large. (The merge is that of online softmax, Milakov and Gimelshein,
 https://arxiv.org/abs/1805.02867, with further sums.)
+
+``logprobs``, ``logprobs_and_entropy`` and ``cross_entropy`` run the same two kernels, one on a
+shard and one for the merge, so that their log-probabilities agree to the bit. This is why the
+statistics include w even where no entropy is wanted: a kernel that does not compute it adds up s in
+another order.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_vocab.kernel import Rows, flat, kernel
+from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import (
     Sizes,
@@ -34,14 +39,16 @@ from dtensor_vocab.rows import (
     log_prob,
     math_dtype,
     merge_norm,
+    not_ignored,
     pick,
     prepare,
     rebase,
     scaled,
     weigh,
+    weigh_shift,
 )
 
-__all__ = ["Softmax", "merge_softmax", "softmax_stats"]
+__all__ = ["Softmax", "merge_at_ids", "merge_softmax", "softmax_stats"]
 
 
 # ---- statistics of a shard
@@ -55,36 +62,35 @@ def softmax_stats(
     vocab_start: Tensor,
     sizes: Sequence[int],
     ignore_index: int | None,
-    weighted: bool = False,
     summed: bool = False,
 ) -> Tensor:
-    """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, (w), (t, n / N), picked.
+    """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, w, (t, n / N), picked.
 
     ``vocab_start [1]`` is the shard's first column, ``sizes`` a :class:`~dtensor_vocab.rows.Sizes`.
     ``index``, ``[*]`` or ``[*, K]``, holds ids of the whole vocabulary.
     """
-    stats = _new_stats(logits, index, vocab_start, weighted, summed)
+    stats = _new_stats(logits, index, vocab_start, summed)
     rows = Rows(logits)
     if rows.count == 0:
         return stats
     values = rows(index), rows(temperature), vocab_start[0], logits.shape[-1], sizes
-    shard = _shard_stats(*rows.logits, *values, ignore_index, weighted, summed)
+    shard = _shard_stats(*rows.logits, *values, ignore_index, summed)
     return shard.view(stats.shape)
 
 
 @softmax_stats.register_fake
-def _(logits, index, temperature, vocab_start, sizes, ignore_index, weighted=False, summed=False):
-    return _new_stats(logits, index, vocab_start, weighted, summed)
+def _(logits, index, temperature, vocab_start, sizes, ignore_index, summed=False):
+    return _new_stats(logits, index, vocab_start, summed)
 
 
-def _new_stats(logits, index, vocab_start, weighted, summed) -> Tensor:
+def _new_stats(logits, index, vocab_start, summed) -> Tensor:
     k = 0 if index is None else index.shape[-1] if index.dim() == logits.dim() else 1
-    shape = (vocab_start.shape[0], *logits.shape[:-1], 3 + weighted + 2 * summed + k)
+    shape = (vocab_start.shape[0], *logits.shape[:-1], 4 + 2 * summed + k)
     return logits.new_empty(shape, dtype=math_dtype(logits))
 
 
 @kernel
-def _shard_stats(logits, index, temperature, start, columns, sizes, ignore_index, weighted, summed):
+def _shard_stats(logits, index, temperature, start, columns, sizes, ignore_index, summed):
     (logits,) = flat(logits)
     x = prepare(logits, start, sizes)
     maximum = x.amax(-1, keepdim=True)
@@ -93,10 +99,8 @@ def _shard_stats(logits, index, temperature, start, columns, sizes, ignore_index
     mass = shifted.exp()
     total = torch.where(maximum == -torch.inf, 0, mass.sum(-1, keepdim=True)).squeeze(-1)
     maximum = maximum.squeeze(-1)
-    sound = coverage(x, start, columns, sizes, index, ignore_index)
-    stats = [maximum, total, sound]
-    if weighted:
-        stats.append(weigh(mass, shifted).sum(-1))
+    sound = coverage(x, start, columns, sizes, temperature, index, ignore_index)
+    stats = [maximum, total, sound, weigh_shift(mass, shifted).sum(-1)]
     if summed:
         vocab_size = Sizes(*sizes).vocab_size
         tokens = (vocab_size - start).clamp(0, columns)
@@ -120,24 +124,47 @@ class Softmax(NamedTuple):
     log_p: Tensor
     """At the ids."""
     fault: Tensor
-    """``[rows, 2]``, as :func:`~dtensor_vocab.rows.fault` has it."""
-    entropy: Tensor | None
+    """``[rows, 3]``, as :func:`~dtensor_vocab.rows.fault` has it."""
+    entropy: Tensor
     mean_log_p: Tensor | None
 
 
-def merge_softmax(
-    stats: Tensor, temperature: Tensor | None, weighted: bool = False, summed: bool = False
-) -> Softmax:
+def merge_softmax(stats: Tensor, temperature: Tensor | None, summed: bool = False) -> Softmax:
     """Merges the shards' ``stats [rows, shards, S]``; for use inside a kernel."""
-    m, s = stats[..., 0], stats[..., 1]
+    m, s, w = stats[..., 0], stats[..., 1], stats[..., 3]
     maximum, total, shift = merge_norm(m, s, temperature)
-    log_sum, entropy, mean_log_p = total.log(), None, None
-    if weighted:
-        w = weigh(shift.exp(), stats[..., 3] + s * shift).sum(-1)
-        entropy = (log_sum - w / total).clamp_min(0)
+    log_sum, mean_log_p = total.log(), None
+    w = weigh(shift.exp(), w + s * shift).sum(-1)
+    entropy = (log_sum - w / total).clamp_min(0)
     if summed:
-        t, share = stats[..., 3 + weighted], stats[..., 4 + weighted]
+        t, share = stats[..., 4], stats[..., 5]
         mean_log_p = (t + weigh(share, shift)).sum(-1) - log_sum
-    picked = stats[..., 3 + weighted + 2 * summed :].sum(-2)
+    picked = stats[..., 4 + 2 * summed :].sum(-2)
     log_p = log_prob(picked, maximum.unsqueeze(-1), log_sum.unsqueeze(-1), temperature)
     return Softmax(maximum, log_sum, log_p, fault(stats[..., 2]), entropy, mean_log_p)
+
+
+def merge_at_ids(
+    stats: Tensor,
+    index: Tensor,
+    temperature: Tensor | None,
+    ignore_index: int | None,
+    summed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merges ``stats [shards, *, S]`` for an operator.
+
+    Returns log p at the ids ``[rows, K]``, 0 where ignored; M, log S, the entropy and, if
+    ``summed``, the mean of log p, ``[rows, 3]`` or ``[rows, 4]``; and the faults ``[rows, 3]``.
+    """
+    rows = Rows(stats[0])
+    return _merge_at_ids(stats_per_row(stats), rows(index), rows(temperature), ignore_index, summed)
+
+
+@merge_kernel
+def _merge_at_ids(stats, index, temperature, ignore_index, summed):
+    softmax = merge_softmax(stats, temperature, summed)
+    log_p = torch.where(not_ignored(index, ignore_index), softmax.log_p, 0)
+    merged = [softmax.maximum, softmax.log_sum, softmax.entropy]
+    if softmax.mean_log_p is not None:
+        merged.append(softmax.mean_log_p)
+    return log_p, torch.stack(merged, -1), softmax.fault

@@ -9,7 +9,6 @@ over the temperature, if there is one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +17,15 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import empty_grad
 from dtensor_vocab.kernel import Rows, blocks, flat, in_blocks, kernel
-from dtensor_vocab.rows import local_ids, log_prob, prepare, scaled, sum_equal, without_padding
+from dtensor_vocab.rows import (
+    least_exponent,
+    local_ids,
+    log_prob,
+    prepare,
+    scaled,
+    sum_equal,
+    without_padding,
+)
 
 __all__ = ["Coefficients", "SoftmaxGradient"]
 
@@ -30,8 +37,9 @@ class Coefficients(NamedTuple):
     b: Tensor | None = None
     c: Tensor | None = None
     u: Tensor | None = None
-    at_index: tuple[Tensor, Tensor] | None = None
-    """``a`` and (M, log S) ``[rows, 2]`` of the columns in the index, where they are others."""
+    at_index: tuple[Tensor, Tensor, Tensor] | None = None
+    """``a`` and (M, log S) ``[rows, 2]`` of the columns in the index, where they are others, and
+    which entries of the index count, ``[rows, K]``."""
 
 
 class SoftmaxGradient:
@@ -148,9 +156,9 @@ def _at_ids(index, terms, logits, saved, temperature, start, sizes) -> tuple[Ten
     if terms.at_index is None:
         (c,) = sum_equal(local, c)
     else:
-        c, count = sum_equal(local, c, owned.to(x.dtype))
+        slope_named, norm, counts = terms.at_index
+        c, count = sum_equal(local, c, (owned & counts).to(x.dtype))
         named = count > 0
-        slope_named, norm = terms.at_index
         slope = torch.where(named, slope_named, slope)
         maximum = torch.where(named, norm[..., :1], maximum)
         log_sum = torch.where(named, norm[..., 1:], log_sum)
@@ -166,9 +174,7 @@ def _gradient(terms, slope, log_p, column, start, sizes) -> Tensor:
         slope = slope + terms.b * log_p
     # Below it p is 0, and the slope may have overflowed. (p == 0 says the same, but then Inductor
     # keeps p apart, in MiBs of scratch at K = 64 ids.)
-    finfo = torch.finfo(log_p.dtype)
-    least = math.log(finfo.tiny * finfo.eps) - 1
-    gradient = torch.where(log_p < least, 0, log_p.exp() * slope)
+    gradient = torch.where(log_p < least_exponent(log_p.dtype), 0, log_p.exp() * slope)
     if terms.u is None:
         return gradient
     return gradient + without_padding(terms.u, 0, start, sizes, column)
@@ -182,7 +188,7 @@ def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:
     if terms.c is not None:
         live = live | (terms.c != 0).any(-1, keepdim=True)
     if terms.at_index is not None:
-        slope, norm = terms.at_index
+        slope, norm, _ = terms.at_index
         live, maximum = live | (slope != 0), norm[..., :1]
     gradient = scaled(gradient, temperature)
     return torch.where(live & (maximum != -torch.inf), gradient, 0).to(dtype)

@@ -35,7 +35,7 @@ class Op:
     ids: tuple[int, ...] = ()
     """Trailing dims of the ids: () for one a position, (K,) for K."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    numbers: tuple[int, ...] = (4,)
+    numbers: tuple[int, ...] = (5,)
     """How many a row each collective carries, forward, where the vocabulary is sharded."""
     constant: bool = False
     """Has no gradients at all."""
@@ -62,7 +62,9 @@ class Op:
     @property
     def ids_name(self) -> str | None:
         """The argument with ids, of which some may be ignored."""
-        return next((name for name in self.arguments if name in ("index", "target")), None)
+        return next(
+            (name for name in self.arguments if name in ("index", "target", "teacher_ids")), None
+        )
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -83,9 +85,9 @@ TOP_TEACHER = ("student", "teacher_logprobs", "teacher_ids")
 
 OPS = [
     Op("logprobs", ("logits", "index")),
-    Op("logprobs", ("logits", "index"), ids=(3,), numbers=(6,)),
-    Op("entropy", ("logits",)),
-    Op("logprobs_and_entropy", ("logits", "index"), numbers=(5,)),
+    Op("logprobs", ("logits", "index"), ids=(3,), numbers=(7,)),
+    Op("entropy", ("logits",), numbers=(4,)),
+    Op("logprobs_and_entropy", ("logits", "index")),
     Op("kl_div", ("student", "teacher"), numbers=(6,)),
     Op("kl_div", ("student", "teacher"), options={"reverse": True}, numbers=(6,)),
     Op("js_div", ("student", "teacher"), options={"beta": 0.3}, numbers=(5, 2)),
@@ -94,18 +96,20 @@ OPS = [
         "cross_entropy",
         ("logits", "target"),
         options={"reduction": "none", "label_smoothing": 0.1},
-        numbers=(6,),
+        numbers=(7,),
     ),
     Op("cross_entropy", ("logits", "target"), options={"reduction": "mean", "z_loss": 0.1}),
-    Op("topk_logprobs", ("logits",), options={"k": 3}, numbers=(9,)),
+    Op("topk_logprobs", ("logits",), options={"k": 3}, numbers=(10,)),
     Op("argmax", ("logits",), constant=True, numbers=(3,)),
-    Op("topk_kl_div", TOP_TEACHER, ids=(3,), numbers=(6,)),
-    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}, numbers=(8,)),
-    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}, numbers=(8,)),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,), numbers=(7,)),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}, numbers=(9,)),
+    Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}, numbers=(9,)),
 ]
 OP = {str(op): op for op in OPS}
 PAIRS = [op for op in OPS if len(op.logits) == 2]
 WITH_IDS = [op for op in OPS if op.ids_name]
+AT_IDS = [op for op in WITH_IDS if op.logits == ("logits",)]
+"""Those whose value is of the ids alone."""
 ROW_BY_ROW = [op for op in OPS if not op.reduces_rows]
 
 
@@ -296,7 +300,7 @@ def place(
     if name in LOGITS:
         return distribute(value, mesh, layout.placements)
     ndim = next(iter(inputs.values())).dim()
-    return distribute(value, mesh, layout.rows(ndim))
+    return distribute(value, mesh, layout.rows(ndim) if value.dim() else layout.nowhere)
 
 
 # ------------------------------------------------------------------ the check

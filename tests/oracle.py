@@ -115,14 +115,19 @@ def topk_kl_div(
     *,
     reverse=False,
     tail=False,
+    ignore_index=-100,
     temperature=1.0,
     vocab_size=None,
 ):
     x, t = _wide(student), _wide(teacher_logprobs)
     log_p, dead = _log_softmax(x, temperature, vocab_size)
-    s = log_p.gather(-1, teacher_ids.long())
+    ignored = _ignored(teacher_ids, ignore_index)
+    ids = torch.where(ignored, 0, teacher_ids).long()
+    s, t = (z.masked_fill(ignored, -INF) for z in (log_p.gather(-1, ids), t))
     if tail:
-        rest = log_p.scatter(-1, teacher_ids.long(), -INF)
+        named = torch.zeros_like(log_p).scatter_add(-1, ids, (~ignored).to(log_p.dtype)) > 0
+        rest = log_p.masked_fill(named, -INF)
+    if tail:
         empty = (rest == -INF).all(-1, keepdim=True)
         rest = torch.where(empty, 0, rest).logsumexp(-1, keepdim=True)
         s = torch.cat([s, torch.where(empty, -INF, rest)], -1)
@@ -132,7 +137,7 @@ def topk_kl_div(
     value = _divergence(*((s, t) if reverse else (t, s)), dead)
     _stop_at_zero(x, value)
     _stop_at_zero(t, value)
-    return value
+    return value if tail else torch.where(ignored.all(-1), 0, value)
 
 
 # ------------------------------------------------------------------ what they share
@@ -172,14 +177,16 @@ def _logprobs(
     log_p, dead = _log_softmax(x, temperature, vocab_size)
     one = index.dim() < x.dim()
     index = index.unsqueeze(-1) if one else index
-    ignored = (
-        torch.zeros_like(index, dtype=torch.bool)
-        if ignore_index is None
-        else index.long() == ignore_index
-    )
+    ignored = _ignored(index, ignore_index)
     picked = log_p.gather(-1, torch.where(ignored, 0, index).long())
     picked = torch.where(dead.unsqueeze(-1), math.nan, picked)
     return (picked.squeeze(-1), ignored.squeeze(-1)) if one else (picked, ignored)
+
+
+def _ignored(index: Tensor, ignore_index: int | None) -> Tensor:
+    if ignore_index is None:
+        return torch.zeros_like(index, dtype=torch.bool)
+    return index.long() == ignore_index
 
 
 def _entropy(x: Tensor, temperature: float | Tensor, vocab_size: int | None) -> Tensor:

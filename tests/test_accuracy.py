@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.ops import OPS, Layout, Op, expect, observe, tp
+import dtensor_vocab as dv
+from tests.ops import OPS, Layout, Op, expect, observe, place, tp
+from tests.oracle import assert_bytes_equal
 from tests.ranks import on_mesh, parts
 
 ROWS, VOCAB = 16, 131072
@@ -84,3 +87,42 @@ def assert_no_less_accurate(actual: Tensor, composite: Tensor, expected: Tensor)
         (x.detach().double() - expected).square().mean().sqrt() for x in (actual, composite)
     )
     assert ours <= 1.1 * theirs, f"error {ours:.2e}, that of plain torch {theirs:.2e}"
+
+
+@pytest.mark.parametrize("k", [None, 3], ids=["one id", "3 ids"])
+@pytest.mark.parametrize("layout", [None, tp(2)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        (torch.bfloat16, {}),
+        (torch.float16, {"temperature": 0.7, "vocab_size": 4001}),
+        (torch.float32, {}),
+    ],
+    ids=["bfloat16", "float16, temperature, padding", "float32"],
+)
+def test_three_ops_give_log_probabilities_of_the_same_bits(
+    dtype: torch.dtype, options: dict[str, Any], layout: Layout | None, k: int | None
+) -> None:
+    """exp(new - old) is exactly 1 where the two came from different ops on the same logits."""
+    inputs = {
+        "logits": (2 * torch.randn(33, 4099)).to(dtype),
+        "index": torch.randint(4001, (33, k) if k else (33,)),
+    }
+
+    def values(*placed: Tensor) -> list[dict[int, Tensor]]:
+        results = [dv.logprobs(*placed, **options)]
+        results.append(dv.logprobs_and_entropy(*placed, **options)[0])
+        if k is None:
+            results.append(-dv.cross_entropy(*placed, reduction="none", **options))
+        return [parts(x) for x in results]
+
+    if layout is None:
+        first, *others = values(*inputs.values())
+    else:
+        with on_mesh(layout.mesh) as mesh:
+            first, *others = values(
+                *(place(name, x, mesh, layout, inputs) for name, x in inputs.items())
+            )
+    for other in others:
+        for rank, local in first.items():
+            assert_bytes_equal(other[rank], local)

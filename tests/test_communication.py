@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, tp
 from tests.ranks import Collective
@@ -83,3 +84,12 @@ def test_as_much_for_any_dtype_of_the_ids(op: Op) -> None:
 def test_as_often_without_rows(op: Op) -> None:
     names = [collective.name for collective in sent(op, tp(2))]
     assert [collective.name for collective in sent(op, tp(2), rows=(0,))] == names
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(-1)), (Shard(0), Replicate())], ids=str)
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_as_often_for_any_number_of_rows(op: Op, placements: tuple[Placement, ...]) -> None:
+    """Also where a data-parallel rank has no row."""
+    layout = Layout((2, 2), placements)
+    kinds = [[c.name for c in sent(op, layout, rows=(n,))] for n in (0, 1, 2, 3, 5)]
+    assert kinds == [kinds[0]] * 5

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -21,6 +24,8 @@ import dtensor_vocab as dv
 from tests.graphs import Graphs, ours
 from tests.ops import LOGITS, OP, Inputs, Op, draw, place, tp
 from tests.oracle import assert_bytes_equal
+from tests.rank_zero import lone_rank
+from tests.rank_zero import place as place_part
 from tests.ranks import Collectives, on_mesh, parts
 from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
 
@@ -198,6 +203,59 @@ def check_inference_then_training(step: Callable[..., Tensor], batch: Batch) -> 
     assert_identical(train(step, batch), training)
 
 
+CONSTANTS = [
+    (op, name)
+    for op in DIFFERENTIABLE
+    for name in (*op.arguments, "temperature")
+    if name != "logits"
+]
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "DTensor"])
+@pytest.mark.parametrize("op, constant", CONSTANTS, ids=str)
+def test_inputs_of_inference_mode(
+    op: Op, constant: str, distributed: bool, eager_kernels: None
+) -> None:
+    """Inputs that were made there serve a call that is differentiated in the others."""
+    inputs = {**draw(op), "temperature": torch.full((6,), 0.5)}
+
+    def call(where: contextlib.AbstractContextManager[Any], mesh: Any) -> list[Tensor]:
+        placed = {}
+        for name, x in inputs.items():
+            with where if name == constant else NOWHERE():
+                placed[name] = x.clone()
+                if mesh is not None:
+                    placement = Shard(-1) if name in LOGITS else Replicate()
+                    placed[name] = place_part(placed[name], mesh, [placement])
+        leaves = [placed[n].requires_grad_() for n in op.differentiable if n != constant]
+        *arguments, temperature = placed.values()
+        value = op(*arguments, temperature=temperature)[0]
+        return [value.detach(), *(torch.autograd.grad(value.sum(), leaves) if leaves else ())]
+
+    with lone_rank(1) if distributed else NOWHERE() as mesh:
+        actual = call(torch.inference_mode(), mesh)
+        assert not actual[0].is_inference()
+        assert_identical(actual, call(NOWHERE(), mesh))
+
+
+def test_teacher_of_inference_mode_is_not_copied(eager_kernels: None) -> None:
+    """The operators read the memory that it lies in."""
+    seen = []
+    student = torch.randn(6, 10)
+    with torch.inference_mode():
+        teacher = torch.randn(6, 10)
+
+    class Teachers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func.name() == "dtensor_vocab::kl_div_stats":
+                seen.append(args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    with Teachers():
+        dv.kl_div(student.requires_grad_(), teacher)
+    assert seen == [teacher.data_ptr()]
+
+
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["uncompiled", "compiled"])
 @pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
 def test_gradients_accumulate(op: Op, backend: str | None, eager_kernels: None) -> None:
@@ -306,6 +364,48 @@ def test_vmap(op: Op, in_dim: int, eager_kernels: None) -> None:
             torch.testing.assert_close(got, torch.stack(wanted))
 
 
+@pytest.mark.parametrize(
+    "one_for_all", [False, True], ids=["temperature by row", "0-d temperature"]
+)
+@pytest.mark.parametrize("rows", [(), (5,)], ids=["one row", "5 rows"])
+@pytest.mark.parametrize(
+    "op",
+    [OP[name] for name in ("logprobs", "logprobs(K=3)", "kl_div", "topk_kl_div(K=3)")],
+    ids=str,
+)
+def test_vmap_over_any_inputs(
+    op: Op, rows: tuple[int, ...], one_for_all: bool, eager_kernels: None
+) -> None:
+    """Each input is batched or not, along its first dim or its last, with values and gradients."""
+    inputs = {
+        **draw(op, (3, *rows)),
+        "temperature": torch.rand(3, *(() if one_for_all else rows)) + 1,
+    }
+
+    def values(*inputs: Tensor) -> Tensor:
+        *arguments, temperature = inputs
+        return op(*arguments, temperature=temperature)[0]
+
+    def total(*inputs: Tensor) -> Tensor:
+        return values(*inputs).sum()
+
+    for dims in itertools.product((None, 0, -1), repeat=len(inputs)):
+        if all(dim is None for dim in dims):
+            continue
+        batched = [
+            x[0] if dim is None else x.movedim(0, dim)
+            for x, dim in zip(inputs.values(), dims, strict=True)
+        ]
+        examples = [
+            [x if dim is None else x.select(dim, i) for x, dim in zip(batched, dims, strict=True)]
+            for i in range(3)
+        ]
+        for function in (values, torch.func.grad(total)):
+            actual = torch.vmap(function, in_dims=dims)(*batched)
+            expected = torch.stack([function(*example) for example in examples])
+            torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
 def test_grad_for_each_example(op: Op, eager_kernels: None) -> None:
     inputs = draw(op, (3, 6)).values()
@@ -350,3 +450,52 @@ def test_forward_mode_is_refused(op: Op, eager_kernels: None) -> None:
     logits, *others = draw(op).values()
     with pytest.raises(NotImplementedError, match="jvp"):
         torch.func.jvp(lambda x: op(x, *others)[0], (logits,), (logits,))
+
+
+# ------------------------------------------------------------------ saved tensors that are unpacked
+
+
+def unpacks_once(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Saved tensors may be read once in a backward pass, as some offloading hooks want it."""
+
+    def wrapped(*inputs: Tensor) -> Tensor:
+        unpacked: set[int] = set()
+        kept: list[Tensor] = []
+
+        def pack(x: Tensor) -> int:
+            kept.append(x)
+            return len(kept) - 1
+
+        def unpack(i: int) -> Tensor:
+            assert i not in unpacked
+            unpacked.add(i)
+            return kept[i]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return call(*inputs)
+
+    return wrapped
+
+
+WRAPPERS = {
+    "checkpoint": lambda call: functools.partial(checkpoint, call, use_reentrant=False),
+    "hooks": unpacks_once,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+def test_create_graph(op: Op, wrapper: str, eager_kernels: None) -> None:
+    """First gradients are right; a second backward through them raises."""
+    inputs = draw(op)
+    leaves = [inputs[name].requires_grad_() for name in op.differentiable]
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return op(*inputs)[0].square().sum()
+
+    expected = torch.autograd.grad(loss(*inputs.values()), leaves)
+    value = WRAPPERS[wrapper](loss)(*inputs.values())
+    gradients = torch.autograd.grad(value, leaves, create_graph=True)
+    assert_identical([g.detach() for g in gradients], list(expected))
+    with pytest.raises(RuntimeError, match=f"{op.name}: expected to be differentiated once"):
+        sum(g.square().sum() for g in gradients).backward()

@@ -204,7 +204,8 @@ forward:
   all_gather_into_tensor
   wait_tensor
   cross_entropy_merge
-  cross_entropy_check
+  cross_entropy_sum
+  cross_entropy_reduce
 backward:
   cross_entropy_backward""",
     )

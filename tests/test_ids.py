@@ -19,8 +19,6 @@ pytestmark = pytest.mark.usefixtures("eager_kernels")
 R, S0 = Replicate(), Shard(0)
 DP_TP = Layout((2, 2), (S0, Shard(-1)))
 PLAIN_OR_MESH = pytest.mark.parametrize("layout", [None, tp(2), DP_TP], ids=str)
-TAKES_IDS = [*WITH_IDS, *named("topk_kl_div")]
-IDS = {op.name: op.arguments[-1] for op in TAKES_IDS}
 
 
 def k_ids(op: Op, k: int) -> Op:
@@ -28,7 +26,7 @@ def k_ids(op: Op, k: int) -> Op:
     return Op(op.name, op.arguments, ids=(k,), options=op.options)
 
 
-MANY = [op for op in WITH_IDS if op.ids]
+MANY = [op for op in named("logprobs") if op.ids]
 
 
 # ------------------------------------------------------------------ out of range
@@ -45,15 +43,15 @@ BAD = {
 
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("op", TAKES_IDS, ids=str)
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_out_of_range(op: Op, bad: str, layout: Layout | None) -> None:
     """An error that names the function and the range; the next call is as any other."""
     inputs = draw(op)
     bad_id, ignore_index = BAD[bad]
-    options = {"ignore_index": ignore_index} if op.ids_name else {}
-    inputs[IDS[op.name]][4] = bad_id
+    options = {"ignore_index": ignore_index}
+    inputs[op.ids_name][4] = bad_id
     text = f"{op.name}: expected ids in the range 0 <= id < 10"
-    if options.get("ignore_index") is not None:
+    if ignore_index is not None:
         text += f" or id == ignore_index ({ignore_index})"
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as error:
@@ -63,12 +61,12 @@ def test_out_of_range(op: Op, bad: str, layout: Layout | None) -> None:
 
 
 @PLAIN_OR_MESH
-@pytest.mark.parametrize("op", TAKES_IDS, ids=str)
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_padding_is_out_of_range(op: Op, layout: Layout | None) -> None:
     inputs = draw(op, vocab=8)
     inputs[op.logits[0]] = torch.nn.functional.pad(inputs[op.logits[0]], (0, 2))
     check(op, inputs, layout, vocab_size=8)
-    inputs[IDS[op.name]][5] = 8
+    inputs[op.ids_name][5] = 8
     with pytest.raises(RuntimeError, match=r"0 <= id < 8\b"):
         call(op, inputs, layout, vocab_size=8)
 
@@ -84,21 +82,21 @@ def call(op: Op, inputs: dict[str, Tensor], layout: Layout | None, **options: An
 # ------------------------------------------------------------------ whose id
 
 
-@pytest.mark.parametrize("op", TAKES_IDS, ids=str)
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
 @pytest.mark.parametrize("vocab, ranks", [(7, 2), (8, 4), (3, 4)])
 def test_every_id_over_shard_edges(op: Op, vocab: int, ranks: int) -> None:
     inputs = draw(op, (vocab,), vocab)
-    ids = inputs[IDS[op.name]]
+    ids = inputs[op.ids_name]
     first = torch.arange(vocab) if ids.dim() == 1 else torch.arange(vocab).unsqueeze(-1)
     ids.copy_((first + torch.arange(ids.shape[-1] if ids.dim() > 1 else 1)) % vocab)
     check(op, inputs, tp(ranks))
 
 
 @PLAIN_OR_MESH
-@pytest.mark.parametrize("op", TAKES_IDS, ids=str)
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_int32(op: Op, layout: Layout | None) -> None:
     inputs = draw(op)
-    inputs[IDS[op.name]] = inputs[IDS[op.name]].int()
+    inputs[op.ids_name] = inputs[op.ids_name].int()
     check(op, inputs, layout)
 
 
@@ -111,15 +109,15 @@ STRIDED = {
 
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("strided", STRIDED)
-@pytest.mark.parametrize("op", TAKES_IDS, ids=str)
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_strides(op: Op, strided: str, layout: Layout | None) -> None:
     inputs = draw(op, (4, 3))
-    ids = STRIDED[strided](inputs[IDS[op.name]])
+    ids = STRIDED[strided](inputs[op.ids_name])
     assert not ids.is_contiguous()
-    check(op, {**inputs, IDS[op.name]: ids}, layout)
+    check(op, {**inputs, op.ids_name: ids}, layout)
 
 
-@pytest.mark.parametrize("op", TAKES_IDS, ids=str)
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_plain_ids_stand_for_the_same_on_every_rank(op: Op) -> None:
     inputs = draw(op)
     expected = expect(op, inputs)
@@ -130,7 +128,7 @@ def test_plain_ids_stand_for_the_same_on_every_rank(op: Op) -> None:
         assert_values(local, expected.outputs[0])
 
 
-@pytest.mark.parametrize("op", TAKES_IDS, ids=str)
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
 @pytest.mark.parametrize("placements", [(S0, S0), (R, S0), (R, R)], ids=str)
 def test_ids_that_lie_otherwise_are_moved(op: Op, placements: tuple[Placement, ...]) -> None:
     """Once: no operator after them moves them again."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import dtensor_vocab as dv
 from tests.ops import (
+    AT_IDS,
     OP,
     OPS,
     PAIRS,
     ROW_BY_ROW,
-    WITH_IDS,
     Inputs,
     Layout,
     Observed,
@@ -97,7 +97,7 @@ def test_special_rows_with_compiled_kernels(op: Op) -> None:
 
 @eager
 @WHOLE_OR_SHARDED
-@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+@pytest.mark.parametrize("op", AT_IDS, ids=str)
 def test_every_id_of_special_rows(op: Op, layout: Layout | None) -> None:
     """Among them ids whose logit is -inf in a row that is otherwise sound."""
     rows = torch.tensor(list(ROWS.values()))
@@ -122,7 +122,7 @@ def test_no_gradient_means_zero_whatever_the_row_holds(op: Op, layout: Layout | 
 
 @eager
 @WHOLE_OR_SHARDED
-@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+@pytest.mark.parametrize("op", [*AT_IDS, OP["topk_kl_div(K=3)"]], ids=str)
 def test_ignored_ids_are_zero_whatever_comes(op: Op, layout: Layout | None) -> None:
     """Value 0 and gradient 0 in rows of NaN or -inf, for a NaN upstream too."""
     inputs = special(op)

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import dtensor_vocab as dv
-from tests.ops import OPS, Layout, Op, check, draw, expect, named, place, tp
+from tests.ops import OPS, Inputs, Layout, Op, check, draw, expect, named, place, tp
 from tests.oracle import assert_values
-from tests.ranks import distribute, on_mesh, parts
+from tests.ranks import distribute, on_mesh, part, parts
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
 
@@ -58,6 +58,52 @@ def test_temperature_of_one_row(op: Op) -> None:
     """Logits [V] have a temperature of shape []."""
     check(op, draw(op, ()), temperature=torch.tensor(0.5))
     check(op, draw(op, ()), tp(2), temperature=torch.tensor(0.5))
+
+
+@PLAIN_OR_MESH
+@pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
+def test_one_temperature_for_all_rows(op: Op, layout: Layout | None) -> None:
+    check(op, draw(op), layout, temperature=torch.tensor(0.7))
+
+
+@pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
+def test_plain_temperature_for_all_rows_beside_sharded_rows(op: Op) -> None:
+    """A 0-d tensor can't be mistaken for the rows of one rank."""
+    inputs = draw(op)
+    expected = expect(op, inputs, temperature=0.7).outputs[0]
+    with on_mesh((2, 2)) as mesh:
+        placed = [place(name, x, mesh, DP_TP, inputs) for name, x in inputs.items()]
+        out = op(*placed, temperature=torch.tensor(0.7))[0]
+    placements = DP_TP.rows(2) if expected.dim() else DP_TP.nowhere
+    for rank, local in parts(out).items():
+        assert_values(local, part(expected, DP_TP.mesh, placements, rank))
+
+
+BAD_TEMPERATURES = [0.0, -1.0, torch.nan, torch.inf]
+
+
+@PLAIN_OR_MESH
+@pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
+def test_temperature_tensor_out_of_range(op: Op, layout: Layout | None) -> None:
+    """An error that names the function and the range; the next call is as any other."""
+    inputs = draw(op)
+    for bad in BAD_TEMPERATURES:
+        for temperature in (torch.ones(6), torch.tensor(1.0)):
+            temperature.view(-1)[-1] = bad
+            with pytest.raises(RuntimeError, match=f"^{op.name}: expected 0 < temperature < inf"):
+                observe_on(layout, op, inputs, temperature=temperature)
+    check(op, inputs, layout, temperature=torch.ones(6))
+
+
+def observe_on(layout: Layout | None, op: Op, inputs: Inputs, **options: Any) -> None:
+    if layout is None:
+        op(*inputs.values(), **options)
+        return
+    with on_mesh(layout.mesh) as mesh:
+        placed = [place(name, x, mesh, layout, inputs) for name, x in inputs.items()]
+        for name, x in options.items():
+            options[name] = place(name, x, mesh, layout, inputs) if x.dim() else x
+        op(*placed, **options)
 
 
 # ------------------------------------------------------------------ a padded vocabulary
@@ -160,6 +206,28 @@ def test_mean_over_no_position_is_zero() -> None:
 
 
 # ------------------------------------------------------------------ the teacher's top K
+
+
+@PLAIN_OR_MESH
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+@pytest.mark.parametrize("op", named("topk_kl_div"), ids=str)
+def test_list_padded_to_k_is_as_without_padding(
+    op: Op, ignore_index: int, layout: Layout | None
+) -> None:
+    """Whatever the log-probabilities of the padding are, also if its id is a token."""
+    inputs = draw(op)
+    inputs["teacher_ids"][inputs["teacher_ids"] == ignore_index] = 7
+    alone = expect(op, inputs)
+    for padding in (-torch.inf, torch.nan, -1.0):
+        padded = dict(inputs)
+        ids = torch.full((6, 2), ignore_index)
+        padded["teacher_ids"] = torch.cat([inputs["teacher_ids"], ids], -1)
+        log_q = torch.full((6, 2), padding)
+        padded["teacher_logprobs"] = torch.cat([inputs["teacher_logprobs"], log_q], -1)
+        observed = check(op, padded, layout, ignore_index=ignore_index)
+    if layout is None:
+        assert_values(observed.outputs[0].detach(), alone.outputs[0])
+        assert_values(observed.gradients["student"], alone.gradients["student"])
 
 
 @pytest.mark.parametrize("layout", [None, tp(2)], ids=str)

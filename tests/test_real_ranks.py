@@ -125,7 +125,7 @@ def test_losses(loss: str) -> None:
 @eager
 @pytest.mark.parametrize("bad", [10, -1, 2**31])
 @pytest.mark.parametrize("ids", ["plain", "DTensor"])
-@pytest.mark.parametrize("op", [*WITH_IDS, OP["topk_kl_div(K=3)"]], ids=str)
+@pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_bad_id_on_one_rank(op: Op, ids: str, bad: int) -> None:
     """All raise, none waits, and the next call is as any other."""
     inputs = draw(op)
@@ -140,6 +140,22 @@ def test_bad_id_on_one_rank(op: Op, ids: str, bad: int) -> None:
                 text = raised_everywhere(RuntimeError, lambda: op(*placed.values()))
             assert text.startswith(f"{op.name}: expected ids in the range 0 <= id < 10")
     check(op, draw(op), tp(2))
+
+
+@two_ranks
+@eager
+@pytest.mark.parametrize("bad", [0.0, torch.nan])
+@pytest.mark.parametrize("op", [op for op in OPS if op.name != "argmax"], ids=str)
+def test_bad_temperature_on_one_rank(op: Op, bad: float) -> None:
+    inputs, temperature = draw(op), torch.full((6,), 0.5)
+    if rank() == 1:
+        temperature[-1] = bad
+    with on_mesh((2,)) as mesh:
+        placed = {n: place(n, x, mesh, tp(2), inputs) for n, x in inputs.items()}
+        text = raised_everywhere(
+            RuntimeError, lambda: op(*placed.values(), temperature=temperature)
+        )
+    assert text.startswith(f"{op.name}: expected 0 < temperature < inf")
 
 
 def check_bad_row(layout: Layout, reduction: str, call: Callable[..., Tensor]) -> None:

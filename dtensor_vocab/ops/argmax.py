@@ -90,8 +90,8 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if the shards do not fit together on any rank.
-            Raised by an asynchronous assertion on the device, on every rank that has a share of the
-            row.
+            An asynchronous assertion on the device raises it, on every rank that has a share of the
+            row; the host does not wait for it.
     """
     vocabulary = check_logits("argmax", logits, vocab_size)
     return argmax_merge(argmax_stats(logits, *vocabulary))

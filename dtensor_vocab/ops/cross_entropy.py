@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad, logits_gradient
 from dtensor_vocab.inputs import (
@@ -23,10 +22,10 @@ from dtensor_vocab.inputs import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
+from dtensor_vocab.kernel import Rows, merge_kernel
 from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import assert_sound, not_ignored, scaled, weigh
-from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.rows import FAULTS, assert_sound, not_ignored, scaled, weigh
+from dtensor_vocab.softmax import merge_at_ids, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["cross_entropy"]
@@ -43,15 +42,20 @@ def cross_entropy_merge(
     z_loss: float,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``stats [shards, *, S]`` to the losses ``[*]``, counts of valid targets, of bad ids and bad
-    layouts ``[*, 3]``, and (M, log S, lse) ``[*, 3]``.
+    """``stats [shards, *, S]`` to the losses ``[*]``, counts of valid targets and of each kind of
+    fault ``[*, 1 + FAULTS]``, and (M, log S, lse) ``[*, 3]``.
 
-    Faults raise here if ``checked``, else in ``cross_entropy_check``.
+    Faults raise here if ``checked``, else in ``cross_entropy_reduce``.
     """
+    log_p, merged, faults = merge_at_ids(
+        stats, target, temperature, ignore_index, label_smoothing > 0
+    )
     rows = Rows(stats[0])
     # 0 as None: inside of a kernel a float is a tensor, whose value is not known
-    loss, counts, saved = _merge(
-        stats_per_row(stats),
+    loss, counts, saved = _loss(
+        log_p,
+        merged,
+        faults,
         rows(target),
         rows(temperature),
         ignore_index,
@@ -59,45 +63,68 @@ def cross_entropy_merge(
         z_loss or None,
     )
     if checked:
-        assert_sound("cross_entropy", counts[..., 1:] > 0, vocab_size, ignore_index)
+        tempered = temperature is not None
+        assert_sound("cross_entropy", faults, tempered, vocab_size, ignore_index)
     shape = target.shape
-    return loss.view(shape), counts.view(*shape, 3), saved.view(*shape, 3)
+    return loss.view(shape), counts.view(*shape, 1 + FAULTS), saved.view(*shape, 3)
 
 
 @cross_entropy_merge.register_fake
 def _(stats, target, *_):
     shape = target.shape
-    return stats.new_empty(shape), stats.new_empty((*shape, 3)), stats.new_empty((*shape, 3))
+    counts = stats.new_empty((*shape, 1 + FAULTS))
+    return stats.new_empty(shape), counts, stats.new_empty((*shape, 3))
 
 
 @merge_kernel
-def _merge(stats, target, temperature, ignore_index, label_smoothing, z_loss):
-    softmax = merge_softmax(stats, temperature, summed=label_smoothing is not None)
-    lse = scaled(softmax.maximum.unsqueeze(-1), temperature).squeeze(-1) + softmax.log_sum
-    loss = -softmax.log_p.squeeze(-1)
+def _loss(log_p, merged, faults, target, temperature, ignore_index, label_smoothing, z_loss):
+    maximum, log_sum = merged[..., :1], merged[..., 1:2]
+    lse = scaled(maximum, temperature) + log_sum
+    valid = not_ignored(target, ignore_index)
+    loss = -log_p
     if label_smoothing is not None:
-        loss = (1 - label_smoothing) * loss - label_smoothing * softmax.mean_log_p
+        loss = (1 - label_smoothing) * loss - label_smoothing * merged[..., 3:]
     if z_loss is not None:
         loss = loss + z_loss * lse.square()
-    valid = not_ignored(target.squeeze(-1), ignore_index)
-    counts = torch.cat([valid.unsqueeze(-1), softmax.fault], -1).to(loss.dtype)
-    saved = torch.stack([softmax.maximum, softmax.log_sum, lse], -1)
-    return torch.where(valid, loss, 0), counts, saved
+    loss = torch.where(valid, loss, 0).squeeze(-1)
+    counts = torch.cat([valid, faults], -1).to(loss.dtype)
+    return loss, counts, torch.cat([maximum, log_sum, lse], -1)
 
 
-@operator("gathered -> rows")
-def cross_entropy_check(sums: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
-    """0, where ``sums [4]`` of the losses and of the counts have no fault.
+@operator("rows, rows -> sums")
+def cross_entropy_sum(loss: Tensor, counts: Tensor, ndim: int) -> Tensor:
+    """The sums of ``loss [*]`` and of ``counts [*, C]`` over this rank's rows: ``[1 + C]``.
 
-    Ranks that have other rows learn of it from the sums, so that none is left waiting for them.
+    Rows are the last ``ndim`` dims of the loss. Any before them are a batch of ``torch.vmap``.
     """
-    assert_sound("cross_entropy", sums[2:].movedim(0, -1) > 0, vocab_size, ignore_index)
-    return torch.zeros_like(sums[0])
+    loss, counts = loss.unsqueeze(-1), counts.unsqueeze(-2)
+    loss, counts = loss.flatten(-1 - ndim), counts.flatten(-2 - ndim, -2)
+    return torch.cat([loss.sum(-1, keepdim=True), counts.sum(-2)], -1)
 
 
-@cross_entropy_check.register_fake
+@cross_entropy_sum.register_fake
+def _(loss, counts, ndim):
+    return loss.new_empty((*loss.shape[: loss.dim() - ndim], 1 + counts.shape[-1]))
+
+
+@operator("total -> total, total")
+def cross_entropy_reduce(
+    sums: Tensor, vocab_size: int, ignore_index: int | None, tempered: bool, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss of all rows, from ``sums [1 + C]`` over them, and the weight of a row in it.
+
+    Faults raise here: from the sums, every rank learns of those in the rows of other ranks.
+    """
+    loss, count, faults = sums[..., 0], sums[..., 1], sums[..., 2:]
+    faults = faults.reshape(-1, FAULTS) > 0
+    assert_sound("cross_entropy", faults, tempered, vocab_size, ignore_index)
+    count = count.clamp_min(1) if mean else torch.ones_like(count)
+    return loss / count, 1 / count
+
+
+@cross_entropy_reduce.register_fake
 def _(sums, *_):
-    return sums.new_empty(sums.shape[1:])
+    return sums.new_empty(sums.shape[:-1]), sums.new_empty(sums.shape[:-1])
 
 
 @operator("rows, rows, logits, rows, rows, start -> logits")
@@ -177,23 +204,31 @@ class _CrossEntropy(PerToken):
         ignore_index,
         label_smoothing,
         z_loss,
-        checked,
+        reduction,
         inplace_backward,
     ):
         args = logits, target, temperature, vocab_start, sizes, ignore_index
         stats = softmax_stats(*args, summed=label_smoothing > 0)
-        options = sizes[-1], ignore_index, label_smoothing, z_loss, checked
-        return cross_entropy_merge(stats, target, temperature, *options)
+        options = sizes[-1], ignore_index, label_smoothing, z_loss, reduction == "none"
+        loss, counts, saved = cross_entropy_merge(stats, target, temperature, *options)
+        if reduction == "none":
+            return loss, saved
+        sums = cross_entropy_sum(loss, counts, loss.dim())
+        options = sizes[-1], ignore_index, temperature is not None, reduction == "mean"
+        total, weight = cross_entropy_reduce(sums, *options)
+        return total, weight, saved
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
         tensors, (*ctx.options, _, ctx.inplace_backward) = inputs[:4], inputs[4:]
-        PerToken.save(ctx, "cross_entropy", outputs, *tensors)
+        weight = None if len(outputs) == 2 else outputs[1]
+        PerToken.save(ctx, "cross_entropy", outputs, *tensors, weight)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, *_):
-        *inputs, saved = ctx.saved_tensors
+    def backward(ctx, tensors, grad, *_):
+        *inputs, weight, saved = tensors
+        grad = grad if weight is None else grad * weight
         args = grad, saved, *inputs, *ctx.options
         grad_logits = logits_gradient(ctx, cross_entropy_backward, cross_entropy_backward_, *args)
         return (grad_logits,)
@@ -235,9 +270,9 @@ def cross_entropy(
         fp32 (fp64 for fp64 logits). ``"none"``: ``[*]``, placed as that of :func:`logprobs`. Else a
         scalar, ``Replicate()`` on every mesh dim.
 
-    Communication: one all-gather of 4 numbers per row (6 with label smoothing) over the
+    Communication: one all-gather of 5 numbers per row (7 with label smoothing) over the
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
-    ``"sum"`` and ``"mean"`` all-reduce four numbers over each mesh dim that shards a leading dim.
+    ``"sum"`` and ``"mean"`` all-reduce five numbers over each mesh dim that shards a leading dim.
 
     Rows: +inf for a target whose logit is -inf, and with label smoothing for any -inf (NaN, as in
     torch, for such a target at ε = 1); else those of :func:`logprobs`.
@@ -246,43 +281,30 @@ def cross_entropy(
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
-        RuntimeError: if an id is out of range or the shards do not fit together on any rank.
-            Raised by an asynchronous assertion on the device: for ``"none"`` on every rank that
-            has a share of the row, else on every rank of the mesh.
+        RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
+            positive and finite, or the shards do not fit together.
+            An asynchronous assertion on the device raises it, for ``"none"`` on every rank that has
+            a share of the row, else on every rank of the mesh; the host does not wait for it.
     """
     name = "cross_entropy"
     vocabulary = check_logits(name, logits, vocab_size)
     target = check_ids(name, target, logits, "target", ((),))
-    check_ignore_index(name, ignore_index)
+    ignore_index = check_ignore_index(name, ignore_index)
     temperature = check_temperature(name, temperature, logits)
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"{name}: expected reduction none, sum or mean, got {reduction!r}")
     check_inplace_backward(name, inplace_backward, logits)
-    check_float(name, label_smoothing, "label_smoothing", 1)
-    check_float(name, z_loss, "z_loss")
-    loss, counts, _ = _CrossEntropy.apply(
+    label_smoothing = check_float(name, label_smoothing, "label_smoothing", 1)
+    z_loss = check_float(name, z_loss, "z_loss")
+    loss, *_ = _CrossEntropy.apply(
         logits,
         target,
         temperature,
         *vocabulary,
         ignore_index,
-        float(label_smoothing),
-        float(z_loss),
-        reduction == "none",
+        label_smoothing,
+        z_loss,
+        reduction,
         inplace_backward,
     )
-    if reduction == "none":
-        return loss
-    sums = _sum_of_rows(torch.cat([loss.unsqueeze(-1), counts], -1))
-    checked = cross_entropy_check(sums.detach(), vocabulary.sizes.vocab_size, ignore_index)
-    total = sums[0] + checked  # or a compiled graph would have no use for the check
-    return total if reduction == "sum" else total / sums[1].clamp(min=1)
-
-
-def _sum_of_rows(values: Tensor) -> Tensor:
-    """``values [*, S]`` summed over the rows of all ranks, ``[S]`` on every rank."""
-    if values.dim() > 1:
-        values = values.sum(dim=list(range(values.dim() - 1)))
-    if not isinstance(values, DTensor):
-        return values
-    return values.redistribute(placements=[Replicate()] * values.device_mesh.ndim)
+    return loss

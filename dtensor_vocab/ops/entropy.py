@@ -25,7 +25,7 @@ __all__ = ["entropy"]
 def entropy_merge(stats: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to H ``[*]`` and (M, log S, H) ``[*, 3]``."""
     value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
-    assert_sound("entropy", faults)
+    assert_sound("entropy", faults, temperature is not None)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 3)
 
@@ -38,7 +38,7 @@ def _(stats, temperature):
 
 @merge_kernel
 def _merge(stats, temperature):
-    softmax = merge_softmax(stats, temperature, weighted=True)
+    softmax = merge_softmax(stats, temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
     return softmax.entropy, saved, softmax.fault
 
@@ -92,7 +92,7 @@ def entropy_coefficients(grad: Tensor, saved: Tensor) -> Coefficients:
 class _Entropy(PerToken):
     @staticmethod
     def forward(logits, temperature, vocab_start, sizes, inplace_backward):
-        stats = softmax_stats(logits, None, temperature, vocab_start, sizes, None, weighted=True)
+        stats = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
         return entropy_merge(stats, temperature)
 
     @staticmethod
@@ -102,8 +102,8 @@ class _Entropy(PerToken):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, _):
-        *inputs, saved = ctx.saved_tensors
+    def backward(ctx, tensors, grad, _):
+        *inputs, saved = tensors
         args = grad, saved, *inputs, ctx.sizes
         grad_logits = logits_gradient(ctx, entropy_backward, entropy_backward_, *args)
         return (grad_logits,)
@@ -126,9 +126,10 @@ def entropy(
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
-            row, placed as the result. The softmax is of ``logits / temperature``; gradients
-            are with respect to ``logits``, and none flows to the temperature.
+        temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
+            row, placed as the result, or 0-d, one for all rows. The softmax is of
+            ``logits / temperature``; gradients are with respect to ``logits``, and none flows to
+            the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
         inplace_backward: as in :func:`logprobs`.
@@ -154,9 +155,10 @@ def entropy(
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
-        RuntimeError: if the shards do not fit together on any rank.
-            Raised by an asynchronous assertion on the device, on every rank that has a share of the
-            row.
+        RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
+            or the shards do not fit together.
+            An asynchronous assertion on the device raises it, on every rank that has a share of the
+            row; the host does not wait for it.
     """
     vocabulary = check_logits("entropy", logits, vocab_size)
     temperature = check_temperature("entropy", temperature, logits)

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
-from dtensor_vocab.inputs import check_float, check_logits, check_teacher, check_temperature
+from dtensor_vocab.inputs import (
+    check_float,
+    check_logits,
+    check_teacher,
+    check_temperature,
+    saveable,
+)
 from dtensor_vocab.kernel import Rows, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
@@ -30,7 +36,7 @@ __all__ = ["js_div"]
 def js_div_normalize(stats: Tensor, temperature: Tensor | None) -> Tensor:
     """``stats [shards, *, 5]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
     norms, faults = _normalize(stats_per_row(stats), Rows(stats[0])(temperature))
-    assert_sound("js_div", faults)
+    assert_sound("js_div", faults, temperature is not None)
     return norms.view(*stats.shape[1:-1], 4)
 
 
@@ -190,8 +196,8 @@ class _JSDiv(PerToken):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, _):
-        *inputs, saved = ctx.saved_tensors
+    def backward(ctx, tensors, grad, _):
+        *inputs, saved = tensors
         args = grad, saved, *inputs, ctx.sizes, ctx.beta
         return gradients_of_pair(ctx, js_div_backward, js_div_backward_both, *args)
 
@@ -218,9 +224,10 @@ def js_div(
         student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         teacher: like ``student`` in shape, mesh and placements; its dtype may be another.
         beta: the weight β of the teacher, 0 <= β <= 1.
-        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
-            row, placed as the result. The softmax is of ``logits / temperature``; gradients
-            are with respect to ``logits``, and none flows to the temperature.
+        temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
+            row, placed as the result, or 0-d, one for all rows. The softmax is of
+            ``logits / temperature``; gradients are with respect to ``logits``, and none flows to
+            the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
 
@@ -239,15 +246,16 @@ def js_div(
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
-        RuntimeError: if the shards do not fit together on any rank.
-            Raised by an asynchronous assertion on the device, on every rank that has a share of the
-            row.
+        RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
+            or the shards do not fit together.
+            An asynchronous assertion on the device raises it, on every rank that has a share of the
+            row; the host does not wait for it.
     """
-    check_float("js_div", beta, "beta", 1)
+    beta = check_float("js_div", beta, "beta", 1)
     vocabulary = check_logits("js_div", student, vocab_size, "student")
-    check_teacher("js_div", teacher, student)
+    student, teacher = saveable(student), check_teacher("js_div", teacher, student)
     temperature = check_temperature("js_div", temperature, student)
     if beta in (0, 1):  # the limits of the family: KL(t || s) and KL(s || t)
         a, b = (student, teacher) if beta == 1 else (teacher, student)
         return KLDiv.apply(a, b, temperature, *vocabulary, "js_div")[0]
-    return _JSDiv.apply(student, teacher, temperature, *vocabulary, float(beta))[0]
+    return _JSDiv.apply(student, teacher, temperature, *vocabulary, beta)[0]

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
-from dtensor_vocab.inputs import check_bool, check_logits, check_teacher, check_temperature
+from dtensor_vocab.inputs import (
+    check_bool,
+    check_logits,
+    check_teacher,
+    check_temperature,
+    saveable,
+)
 from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.pair_gradient import PairGradient, gradients_of_pair
@@ -78,7 +84,7 @@ def _shard_stats(a, b, temperature, start, columns, sizes, cross):
     x = rebase(a, maximum_a.unsqueeze(-1), None)
     y = rebase(b, maximum_b.unsqueeze(-1), None)
     mass = scaled(x, temperature).exp()
-    sound = coverage(a, start, columns, sizes)
+    sound = coverage(a, start, columns, sizes, temperature)
     stats = [maximum_a, mass.sum(-1), sound, maximum_b, scaled(y, temperature).exp().sum(-1)]
     if not cross:
         return torch.stack(stats, -1)
@@ -98,7 +104,7 @@ SCALE = 2.0**-24
 def kl_div_merge(stats: Tensor, temperature: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
     value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
-    assert_sound(function, faults)
+    assert_sound(function, faults, temperature is not None)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 5)
 
@@ -188,8 +194,8 @@ class KLDiv(PerToken):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, _):
-        a, b, temperature, vocab_start, saved = ctx.saved_tensors
+    def backward(ctx, tensors, grad, _):
+        a, b, temperature, vocab_start, saved = tensors
         args = grad, saved, a, b, temperature, vocab_start, ctx.sizes
         return gradients_of_pair(ctx, kl_div_backward, kl_div_backward_both, *args)
 
@@ -217,9 +223,10 @@ def kl_div(
         student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         teacher: like ``student`` in shape, mesh and placements; its dtype may be another.
         reverse: KL(s || t) in place of KL(t || s).
-        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
-            row, placed as the result. The softmax is of ``logits / temperature``; gradients
-            are with respect to ``logits``, and none flows to the temperature.
+        temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
+            row, placed as the result, or 0-d, one for all rows. The softmax is of
+            ``logits / temperature``; gradients are with respect to ``logits``, and none flows to
+            the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
 
@@ -246,13 +253,14 @@ def kl_div(
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
-        RuntimeError: if the shards do not fit together on any rank.
-            Raised by an asynchronous assertion on the device, on every rank that has a share of the
-            row.
+        RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
+            or the shards do not fit together.
+            An asynchronous assertion on the device raises it, on every rank that has a share of the
+            row; the host does not wait for it.
     """
     check_bool("kl_div", reverse, "reverse")
     vocabulary = check_logits("kl_div", student, vocab_size, "student")
-    check_teacher("kl_div", teacher, student)
+    student, teacher = saveable(student), check_teacher("kl_div", teacher, student)
     temperature = check_temperature("kl_div", temperature, student)
     a, b = (student, teacher) if reverse else (teacher, student)
     return KLDiv.apply(a, b, temperature, *vocabulary, "kl_div")[0]

@@ -18,10 +18,9 @@ from dtensor_vocab.inputs import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.rows import assert_sound, not_ignored
-from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.softmax import merge_at_ids, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["logprobs", "logprobs_backward"]
@@ -35,25 +34,15 @@ def logprobs_merge(
     vocab_size: int,
     ignore_index: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """``stats [shards, *, S]`` to log p, shaped as ``index``, and (M, log S) ``[*, 2]``."""
-    rows = Rows(stats[0])
-    log_p, saved, faults = _merge(
-        stats_per_row(stats), rows(index), rows(temperature), ignore_index
-    )
-    assert_sound("logprobs", faults, vocab_size, ignore_index)
-    return log_p.view(index.shape), saved.view(*stats.shape[1:-1], 2)
+    """``stats [shards, *, S]`` to log p, shaped as ``index``, and (M, log S, H) ``[*, 3]``."""
+    log_p, saved, faults = merge_at_ids(stats, index, temperature, ignore_index)
+    assert_sound("logprobs", faults, temperature is not None, vocab_size, ignore_index)
+    return log_p.view(index.shape), saved.view(*stats.shape[1:-1], 3)
 
 
 @logprobs_merge.register_fake
 def _(stats, index, *_):
-    return stats.new_empty(index.shape), stats.new_empty((*stats.shape[1:-1], 2))
-
-
-@merge_kernel
-def _merge(stats, index, temperature, ignore_index):
-    softmax = merge_softmax(stats, temperature)
-    saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
-    return torch.where(not_ignored(index, ignore_index), softmax.log_p, 0), saved, softmax.fault
+    return stats.new_empty(index.shape), stats.new_empty((*stats.shape[1:-1], 3))
 
 
 @operator("rows, rows, logits, rows, rows, start -> logits")
@@ -116,8 +105,8 @@ class _Logprobs(PerToken):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, _):
-        *inputs, saved = ctx.saved_tensors
+    def backward(ctx, tensors, grad, _):
+        *inputs, saved = tensors
         args = grad, saved, *inputs, ctx.sizes, ctx.ignore_index
         grad_logits = logits_gradient(ctx, logprobs_backward, logprobs_backward_, *args)
         return (grad_logits,)
@@ -146,9 +135,10 @@ def logprobs(
             DTensor logits is the same global tensor on every rank; a DTensor placed otherwise than
             below is redistributed, once. Ids may repeat.
         ignore_index: ids equal to it give 0 and no gradient; None ignores nothing.
-        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
-            row, placed as ``index``. The softmax is of ``logits / temperature``; gradients
-            are with respect to ``logits``, and none flows to the temperature.
+        temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
+            row, placed as ``index``, or 0-d, one for all rows. The softmax is of
+            ``logits / temperature``; gradients are with respect to ``logits``, and none flows to
+            the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0, and ids of padding are out of range. Default: V.
         inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
@@ -166,7 +156,7 @@ def logprobs(
     ``Replicate()``                     ``Replicate()``
     ==================================  =====================================
 
-    Communication: one all-gather of 3 + K numbers per row over the vocabulary's mesh dim forward,
+    Communication: one all-gather of 4 + K numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
     Rows: -inf for an id whose logit is -inf; NaN for a row that is wholly -inf (its gradient is
@@ -177,13 +167,14 @@ def logprobs(
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
-        RuntimeError: if an id is out of range or the shards do not fit together on any rank.
-            Raised by an asynchronous assertion on the device, on every rank that has a share of the
-            row.
+        RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
+            positive and finite, or the shards do not fit together.
+            An asynchronous assertion on the device raises it, on every rank that has a share of the
+            row; the host does not wait for it.
     """
     vocabulary = check_logits("logprobs", logits, vocab_size)
     index = check_ids("logprobs", index, logits)
-    check_ignore_index("logprobs", ignore_index)
+    ignore_index = check_ignore_index("logprobs", ignore_index)
     temperature = check_temperature("logprobs", temperature, logits)
     check_inplace_backward("logprobs", inplace_backward, logits)
     return _Logprobs.apply(logits, index, temperature, *vocabulary, ignore_index, inplace_backward)[

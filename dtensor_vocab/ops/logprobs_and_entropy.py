@@ -20,11 +20,10 @@ from dtensor_vocab.inputs import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
 from dtensor_vocab.ops.entropy import entropy_coefficients
 from dtensor_vocab.rows import assert_sound, not_ignored
-from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.softmax import merge_at_ids, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["logprobs_and_entropy"]
@@ -43,12 +42,9 @@ def logprobs_and_entropy_merge(
     In one tensor, since of several that are DTensors, torch.compile hands a plain tensor to
     backward as the gradient of one that is not used.
     """
-    by_row = Rows(stats[0])
-    both, saved, faults = _merge(
-        stats_per_row(stats), by_row(index), by_row(temperature), ignore_index
-    )
-    assert_sound("logprobs_and_entropy", faults, vocab_size, ignore_index)
-    lead = stats.shape[1:-1]
+    log_p, saved, faults = merge_at_ids(stats, index, temperature, ignore_index)
+    assert_sound("logprobs_and_entropy", faults, temperature is not None, vocab_size, ignore_index)
+    both, lead = torch.cat([log_p, saved[..., 2:]], -1), stats.shape[1:-1]
     return both.view(*lead, both.shape[-1]), saved.view(*lead, 3)
 
 
@@ -57,14 +53,6 @@ def _(stats, index, *_):
     lead = stats.shape[1:-1]
     k = index.shape[-1] if index.dim() > len(lead) else 1
     return stats.new_empty((*lead, k + 1)), stats.new_empty((*lead, 3))
-
-
-@merge_kernel
-def _merge(stats, index, temperature, ignore_index):
-    softmax = merge_softmax(stats, temperature, weighted=True)
-    saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
-    log_p = torch.where(not_ignored(index, ignore_index), softmax.log_p, 0)
-    return torch.cat([log_p, softmax.entropy.unsqueeze(-1)], -1), saved, softmax.fault
 
 
 @operator("rows, rows, logits, rows, rows, start -> logits")
@@ -123,8 +111,7 @@ def _gradient(
 class _LogprobsAndEntropy(PerToken):
     @staticmethod
     def forward(logits, index, temperature, vocab_start, sizes, ignore_index, inplace_backward):
-        args = logits, index, temperature, vocab_start, sizes, ignore_index
-        stats = softmax_stats(*args, weighted=True)
+        stats = softmax_stats(logits, index, temperature, vocab_start, sizes, ignore_index)
         return logprobs_and_entropy_merge(stats, index, temperature, sizes[-1], ignore_index)
 
     @staticmethod
@@ -134,8 +121,8 @@ class _LogprobsAndEntropy(PerToken):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, _):
-        *inputs, saved = ctx.saved_tensors
+    def backward(ctx, tensors, grad, _):
+        *inputs, saved = tensors
         operators = logprobs_and_entropy_backward, logprobs_and_entropy_backward_
         args = grad, saved, *inputs, ctx.sizes, ctx.ignore_index
         return (logits_gradient(ctx, *operators, *args),)
@@ -172,7 +159,7 @@ def logprobs_and_entropy(
     name = "logprobs_and_entropy"
     vocabulary = check_logits(name, logits, vocab_size)
     index = check_ids(name, index, logits)
-    check_ignore_index(name, ignore_index)
+    ignore_index = check_ignore_index(name, ignore_index)
     temperature = check_temperature(name, temperature, logits)
     check_inplace_backward(name, inplace_backward, logits)
     both, _ = _LogprobsAndEntropy.apply(

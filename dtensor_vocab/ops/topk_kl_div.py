@@ -24,9 +24,11 @@ from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
 from dtensor_vocab.inputs import (
     check_bool,
     check_ids,
+    check_ignore_index,
     check_logits,
     check_logprobs,
     check_temperature,
+    saveable,
 )
 from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
 from dtensor_vocab.operator import operator
@@ -36,6 +38,7 @@ from dtensor_vocab.rows import (
     local_ids,
     math_dtype,
     merge_norm,
+    not_ignored,
     prepare,
     rebase,
     scaled,
@@ -54,14 +57,15 @@ def topk_kl_div_stats(
     temperature: Tensor | None,
     vocab_start: Tensor,
     sizes: Sequence[int],
+    ignore_index: int | None,
 ) -> Tensor:
-    """m and s over a shard's tail, then as of ``softmax_stats``: ``[1, *, 5 + K]``."""
+    """m and s over a shard's tail, then as of ``softmax_stats``: ``[1, *, 6 + K]``."""
     stats = _new_stats(student, ids, vocab_start)
     rows = Rows(student)
     if rows.count == 0:
         return stats
     values = rows(ids), rows(temperature), vocab_start[0], student.shape[-1], sizes
-    args = *rows.logits, *values
+    args = *rows.logits, *values, ignore_index
     shard = in_blocks(_shard_stats, args, BLOCK_LOGITS // args[0].shape[-1])
     return shard.view(stats.shape)
 
@@ -72,7 +76,7 @@ def _(student, ids, temperature, vocab_start, *_):
 
 
 def _new_stats(student, ids, vocab_start) -> Tensor:
-    shape = (vocab_start.shape[0], *student.shape[:-1], 5 + ids.shape[-1])
+    shape = (vocab_start.shape[0], *student.shape[:-1], 6 + ids.shape[-1])
     return student.new_empty(shape, dtype=math_dtype(student))
 
 
@@ -81,9 +85,10 @@ BLOCK_LOGITS = 1 << 21
 
 
 @kernel
-def _shard_stats(x, ids, temperature, start, columns, sizes):
+def _shard_stats(x, ids, temperature, start, columns, sizes, ignore_index):
     (x,) = flat(x)
     local, owned = local_ids(ids, start, columns)
+    owned = owned & not_ignored(ids, ignore_index)
     (count,) = sum_equal(local, owned.to(math_dtype(x)))
     named = x.gather(-1, local)
     tail = x.scatter(-1, local, torch.where(count > 0, -torch.inf, named))
@@ -98,17 +103,20 @@ def _shard_stats(x, ids, temperature, start, columns, sizes):
     mass = rebase(named, top, temperature).exp() / count.clamp_min(1)  # each token once
     weight = rebase(m_tail.unsqueeze(-1), top, temperature).exp().squeeze(-1)
     total = mass.sum(-1) + weight * s_tail
-    sound = coverage(named, start, columns, sizes, ids)
-    stats = torch.stack([m_tail, s_tail, maximum, total, sound], -1)
+    sound = coverage(named, start, columns, sizes, temperature, ids, ignore_index)
+    unused = torch.zeros_like(total)  # the sum for the entropy
+    stats = torch.stack([m_tail, s_tail, maximum, total, sound, unused], -1)
     return torch.cat([stats, torch.where(owned, named, 0)], -1)
 
 
-@operator("gathered, rows, rows -> rows, rows, rows")
+@operator("gathered, rows, rows, rows -> rows, rows, rows")
 def topk_kl_div_merge(
     stats: Tensor,
     teacher_logprobs: Tensor,
+    ids: Tensor,
     temperature: Tensor | None,
     vocab_size: int,
+    ignore_index: int | None,
     reverse: bool,
     tail: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,9 +125,10 @@ def topk_kl_div_merge(
     the coefficient a for either, and c_k.
     """
     by_row = Rows(stats[0])
-    values = by_row(teacher_logprobs), by_row(temperature)
-    value, slopes, saved, faults = _merge(stats_per_row(stats), *values, reverse, tail)
-    assert_sound("topk_kl_div", faults, vocab_size)
+    values = by_row(teacher_logprobs), by_row(ids), by_row(temperature)
+    options = ignore_index, reverse, tail
+    value, slopes, saved, faults = _merge(stats_per_row(stats), *values, *options)
+    assert_sound("topk_kl_div", faults, temperature is not None, vocab_size, ignore_index)
     lead = stats.shape[1:-1]
     slopes = slopes.view(teacher_logprobs.shape)
     return value.view(lead), slopes, saved.view(*lead, saved.shape[-1])
@@ -132,9 +141,11 @@ def _(stats, teacher_logprobs, *_):
 
 
 @merge_kernel
-def _merge(stats, log_q, temperature, reverse, tail):
+def _merge(stats, log_q, ids, temperature, ignore_index, reverse, tail):
     softmax = merge_softmax(stats[..., 2:] if tail else stats, temperature)
-    norm, log_p = torch.stack([softmax.maximum, softmax.log_sum], -1), softmax.log_p
+    norm = torch.stack([softmax.maximum, softmax.log_sum], -1)
+    named = not_ignored(ids, ignore_index)
+    log_p, log_q = (torch.where(named, x, -torch.inf) for x in (softmax.log_p, log_q))
     value, slope_p, slope_q = _divergence(log_p, log_q.to(log_p.dtype), reverse)
     value, a = value.sum(-1, keepdim=True), -slope_p.sum(-1, keepdim=True)
     norm_tail, a_tail = norm, a
@@ -188,6 +199,7 @@ def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
     if not reverse:  # infinite if the teacher has a tail where the student has none
         value = torch.where(empty, 0, value)
         value = torch.where(empty & (q > eps * TAIL_NOISE), torch.inf, value)
+    value = torch.where(norm[..., :1] == -torch.inf, torch.nan, value)
     tail_norm = torch.cat([maximum, log_sum], -1)
     mass = log_p.exp()
     tail_norm, mass, slope_p, slope_q = (
@@ -216,9 +228,10 @@ def topk_kl_div_backward(
     temperature: Tensor | None,
     vocab_start: Tensor,
     sizes: Sequence[int],
+    ignore_index: int | None,
 ) -> Tensor:
     """The gradient of ``student [*, V_local]`` for ``grad [*]``."""
-    return _gradient(student, saved, ids, temperature, vocab_start, sizes, grad)
+    return _gradient(student, saved, ids, temperature, vocab_start, sizes, grad, ignore_index)
 
 
 @topk_kl_div_backward.register_fake
@@ -227,10 +240,10 @@ def _(grad, saved, student, *_):
 
 
 @SoftmaxGradient
-def _gradient(saved: Tensor, ids: Tensor, grad: Tensor) -> Coefficients:
+def _gradient(saved: Tensor, ids: Tensor, grad: Tensor, ignore_index: int | None) -> Coefficients:
     slopes = saved[..., 4:]
     terms = _chain(grad, slopes)
-    at_index = terms[..., 1:2], saved[..., 2:4]
+    at_index = terms[..., 1:2], saved[..., 2:4], not_ignored(ids, ignore_index)
     return Coefficients(a=terms[..., :1], c=terms[..., 2:], at_index=at_index)
 
 
@@ -241,15 +254,17 @@ def _chain(grad: Tensor, slopes: Tensor) -> Tensor:
 
 class _TopkKLDiv(PerToken):
     @staticmethod
-    def forward(student, teacher_logprobs, ids, temperature, vocab_start, sizes, reverse, tail):
-        args = student, ids, temperature, vocab_start, sizes
-        stats = topk_kl_div_stats(*args) if tail else softmax_stats(*args, None)
-        options = sizes[-1], reverse, tail
-        return topk_kl_div_merge(stats, teacher_logprobs, temperature, *options)
+    def forward(
+        student, teacher_logprobs, ids, temperature, vocab_start, sizes, ignore_index, reverse, tail
+    ):
+        stats = topk_kl_div_stats if tail else softmax_stats
+        stats = stats(student, ids, temperature, vocab_start, sizes, ignore_index)
+        options = sizes[-1], ignore_index, reverse, tail
+        return topk_kl_div_merge(stats, teacher_logprobs, ids, temperature, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
-        student, teacher, ids, temperature, vocab_start, ctx.sizes, *_ = inputs
+        student, teacher, ids, temperature, vocab_start, ctx.sizes, ctx.ignore_index, *_ = inputs
         ctx.teacher_dtype = teacher.dtype
         slopes = outputs[1] if ctx.needs_input_grad[1] else None
         inputs = student, ids, temperature, vocab_start, slopes
@@ -257,11 +272,11 @@ class _TopkKLDiv(PerToken):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, *_):
-        *inputs, slopes, saved = ctx.saved_tensors
+    def backward(ctx, tensors, grad, *_):
+        *inputs, slopes, saved = tensors
         to_student = to_teacher = None
         if ctx.needs_input_grad[0]:
-            to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.sizes)
+            to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.sizes, ctx.ignore_index)
         if ctx.needs_input_grad[1]:
             to_teacher = _chain(grad.unsqueeze(-1), slopes).to(ctx.teacher_dtype)
         return to_student, to_teacher
@@ -274,6 +289,7 @@ def topk_kl_div(
     *,
     reverse: bool = False,
     tail: bool = False,
+    ignore_index: int | None = -100,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
@@ -295,9 +311,12 @@ def topk_kl_div(
             :func:`logprobs`.
         reverse: KL(student || teacher) in place of KL(teacher || student).
         tail: add the bucket of all other tokens.
-        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
-            row, placed as the result. The softmax is of ``logits / temperature``; gradients
-            are with respect to ``logits``, and none flows to the temperature.
+        ignore_index: entries whose id equals it are left out, whatever their log-probability: they
+            pad a teacher's list to K. None leaves out nothing.
+        temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
+            row, placed as the result, or 0-d, one for all rows. The softmax is of
+            ``logits / temperature``; gradients are with respect to ``logits``, and none flows to
+            the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0, and ids of padding are out of range. Default: V.
 
@@ -305,11 +324,12 @@ def topk_kl_div(
         ``[*]``, fp32 (fp64 for fp64 logits), with ``tail`` never negative; placed as the result of
         :func:`entropy`. Gradients flow to ``student`` and ``teacher_logprobs``.
 
-    Communication: one all-gather of 3 + K numbers per row, 5 + K with ``tail``, over the
+    Communication: one all-gather of 4 + K numbers per row, 6 + K with ``tail``, over the
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
 
     Rows: +inf, with gradient 0 for both, where one has mass on a named token, or in the tail, that
-    the other masks; NaN where the student's is wholly -inf (gradient 0) or holds NaN or +inf.
+    the other masks; NaN where the student's is wholly -inf (gradient 0) or holds NaN or +inf; 0
+    without ``tail`` where all ids are ignored.
     1 - Q is known no better than to the rounding of ``teacher_logprobs``: it counts as at least
     1/16 of their eps, and as 0 up to 8 eps where the student has no tail.
 
@@ -317,9 +337,10 @@ def topk_kl_div(
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
-        RuntimeError: if an id is out of range or the shards do not fit together on any rank.
-            Raised by an asynchronous assertion on the device, on every rank that has a share of the
-            row.
+        RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
+            positive and finite, or the shards do not fit together.
+            An asynchronous assertion on the device raises it, on every rank that has a share of the
+            row; the host does not wait for it.
     """
     name = "topk_kl_div"
     check_bool(name, reverse, "reverse")
@@ -327,7 +348,9 @@ def topk_kl_div(
     vocabulary = check_logits(name, student, vocab_size, "student")
     ids = check_ids(name, teacher_ids, student, "teacher_ids", (("K",),))
     teacher_logprobs = check_logprobs(name, teacher_logprobs, ids, student)
+    ignore_index = check_ignore_index(name, ignore_index)
     temperature = check_temperature(name, temperature, student)
+    options = ignore_index, reverse, tail
     return _TopkKLDiv.apply(
-        student, teacher_logprobs, ids, temperature, *vocabulary, reverse, tail
+        saveable(student), teacher_logprobs, ids, temperature, *vocabulary, *options
     )[0]

@@ -36,7 +36,7 @@ def topk_logprobs_stats(
     sizes: Sequence[int],
     k: int,
 ) -> Tensor:
-    """``softmax_stats`` of a shard, its K largest logits and their ids: ``[1, *, 3 + 2 K]``."""
+    """``softmax_stats`` of a shard, its K largest logits and their ids: ``[1, *, 4 + 2 K]``."""
     softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
     values = softmax.new_full((*logits.shape[:-1], k), -torch.inf)
     ids = torch.full_like(values, sizes[0])  # after all real ones, also those that are -inf
@@ -53,7 +53,7 @@ def topk_logprobs_stats(
 @topk_logprobs_stats.register_fake
 def _(logits, temperature, vocab_start, sizes, k):
     softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
-    return softmax.new_empty((*softmax.shape[:-1], 3 + 2 * k))
+    return softmax.new_empty((*softmax.shape[:-1], 4 + 2 * k))
 
 
 @kernel
@@ -117,7 +117,7 @@ def topk_logprobs_merge(
     """``stats [shards, *, S]`` to log p and ids ``[*, K]`` and (M, log S) ``[*, 2]``."""
     rows = Rows(stats[0])
     log_p, ids, saved, faults = _merge(stats_per_row(stats), rows(temperature), k)
-    assert_sound("topk_logprobs", faults)
+    assert_sound("topk_logprobs", faults, temperature is not None)
     lead = stats.shape[1:-1]
     return log_p.view(*lead, k), ids.view(*lead, k), saved.view(*lead, 2)
 
@@ -131,9 +131,9 @@ def _(stats, temperature, k):
 
 @merge_kernel
 def _merge(stats, temperature, k):
-    softmax = merge_softmax(stats[..., :3], temperature)
+    softmax = merge_softmax(stats[..., :4], temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
-    values, ids = _ordered(stats[..., 3 : 3 + k].flatten(-2), stats[..., 3 + k :].flatten(-2))
+    values, ids = _ordered(stats[..., 4 : 4 + k].flatten(-2), stats[..., 4 + k :].flatten(-2))
     values, ids = values[..., :k], ids[..., :k].to(torch.int64)
     log_p = log_prob(values, saved[..., :1], saved[..., 1:], temperature)
     return log_p, ids, saved, softmax.fault
@@ -153,8 +153,8 @@ class _TopkLogprobs(PerToken):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad, *_):
-        *inputs, saved = ctx.saved_tensors
+    def backward(ctx, tensors, grad, *_):
+        *inputs, saved = tensors
         return (logprobs_backward(grad, saved, *inputs, ctx.sizes, None),)
 
 
@@ -174,9 +174,10 @@ def topk_logprobs(
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         k: 0 <= k <= the size of the vocabulary; it may exceed a shard.
-        temperature: positive float, or a floating-point tensor ``[*]`` with one positive value per
-            row, placed as the result. The softmax is of ``logits / temperature``; gradients
-            are with respect to ``logits``, and none flows to the temperature.
+        temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
+            row, placed as the result, or 0-d, one for all rows. The softmax is of
+            ``logits / temperature``; gradients are with respect to ``logits``, and none flows to
+            the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
 
@@ -184,7 +185,7 @@ def topk_logprobs(
         log-probabilities ``[*, k]``, fp32 (fp64 for fp64 logits), and ids ``[*, k]``, int64;
         placed as the result of :func:`logprobs`.
 
-    Communication: one all-gather of 3 + 2 k numbers per row over the vocabulary's mesh dim forward,
+    Communication: one all-gather of 4 + 2 k numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
     Rows: those of :func:`logprobs`; NaN counts as the largest.
@@ -193,12 +194,13 @@ def topk_logprobs(
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
-        RuntimeError: if the shards do not fit together on any rank.
-            Raised by an asynchronous assertion on the device, on every rank that has a share of the
-            row.
+        RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
+            or the shards do not fit together.
+            An asynchronous assertion on the device raises it, on every rank that has a share of the
+            row; the host does not wait for it.
     """
     vocabulary = check_logits("topk_logprobs", logits, vocab_size)
-    check_k("topk_logprobs", k, vocabulary)
+    k = check_k("topk_logprobs", k, vocabulary)
     temperature = check_temperature("topk_logprobs", temperature, logits)
     log_p, ids, *_ = _TopkLogprobs.apply(logits, temperature, *vocabulary, k)
     return log_p, ids
