@@ -30,6 +30,15 @@ from bench.text import UNKNOWN, text_ids, windows
 IGNORED = -100
 ENTROPY_BONUS = 0.01
 KL_PENALTY = 0.1
+FOREACH = False
+"""Whether clipping and the optimizer may use operators on lists of tensors.
+
+The gradients of weights that are replicated between sequence-parallel activations are ``Partial``.
+On torch 2.11.0, an in-place operator on a list (``torch._foreach_mul_``) scales a redistributed
+copy of such a tensor and drops it: ``clip_grad_norm_`` leaves the gradient unclipped, and SGD never
+decays the momentum, without an error. Operators on one tensor are right there, and torch 2.13.0 and
+2.14.1 are right in both ways. https://github.com/pytorch/pytorch/issues/163374 is of this kind.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,9 @@ class Run:
         self.policy_gradient = functools.partial(compile(policy_gradient), self.ops)
         self.model = self.build()
         # Adam's steps would hide a factor in the gradients, and magnify rounding where they are 0
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.1, momentum=0.9, foreach=FOREACH
+        )
         self.order, self.noise = (torch.Generator().manual_seed(seed) for seed in (0, 1))
         self.text = text_ids(job.vocab)
         self.outcome = Outcome()
@@ -152,10 +163,11 @@ class Run:
         """Clips the gradients' norm, and returns what it was."""
         weights = list(self.model.parameters())
         if self.replayed is None:
-            return whole(torch.nn.utils.clip_grad_norm_(weights, self.job.clip)).item()
+            norm = torch.nn.utils.clip_grad_norm_(weights, self.job.clip, foreach=FOREACH)
+            return whole(norm).item()
         norm = torch.nn.utils.get_total_norm([weight.grad.double() for weight in weights])
         replayed = torch.tensor(self.replayed.gradient_norms[len(self.outcome.gradient_norms)])
-        torch.nn.utils.clip_grads_with_norm_(weights, self.job.clip, replayed)
+        torch.nn.utils.clip_grads_with_norm_(weights, self.job.clip, replayed, foreach=FOREACH)
         return norm.item()
 
     def cross_entropy_step(self) -> None:
