@@ -1,96 +1,172 @@
-"""The README's code runs as it stands, and its losses are those written on full logits."""
+"""The README's scripts run as it says, and its losses are those written on full logits in fp64."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.ranks import on_mesh
+from tests.ranks import distribute, on_mesh
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 V, K = 37, 5
 SHAPE = (3, 4)
 
 
+# ------------------------------------------------------------------ scripts
+
+
+def test_every_block_says_how_it_is_run() -> None:
+    first_lines = [block.partition("\n")[0] for block in BLOCKS]
+    scripts = [line for line in first_lines if line != "# losses.py"]
+    for line in scripts:
+        assert re.fullmatch(r"# (\w+\.py): torchrun --nproc-per-node \d \1", line)
+    assert len(scripts) == 2
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("script", "ranks"), [("example.py", None), ("example.py", 4), ("train.py", None)]
+)
+def test_script_runs_as_it_says(script: str, ranks: int | None, tmp_path: Path) -> None:
+    """With the number of processes that its first line has, or with another."""
+    (block,) = (block for block in BLOCKS if block.startswith(f"# {script}: "))
+    command = shlex.split(block.partition("\n")[0].partition(": ")[2])
+    if ranks is not None:
+        command[2] = str(ranks)
+    (tmp_path / script).write_text(block)
+    done = subprocess.run(command, cwd=tmp_path, env=shell(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == int(command[2]) and len(set(losses)) == 1 and losses[0] > 1
+
+
+def shell() -> dict[str, str]:
+    """The environment of a shell in which the package is installed."""
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+        "PYTHONPATH": str(ROOT),
+        "PET_STANDALONE": "1",  # torchrun: on any free port
+        "OMP_NUM_THREADS": "1",
+        "DTENSOR_VOCAB_KERNELS": "eager",  # without waiting for a compiler
+    }
+
+
+# ------------------------------------------------------------------ losses
+
+
 @functools.cache
-def namespace() -> dict[str, Any]:
-    """What the code blocks leave behind, run one after the other as a reader would."""
+def losses() -> dict[str, Any]:
+    """What ``losses.py`` defines."""
     names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
-        exec(compile(block, str(README), "exec"), names)
+    module = "".join(block for block in BLOCKS if block.startswith("# losses.py\n"))
+    exec(compile(module, "losses.py", "exec"), names)
     return names
 
 
-@pytest.mark.ranks(2)
-def test_code_blocks() -> None:
-    names = namespace()
-    assert isinstance(names["logits"], DTensor) and names["logits"].placements == (Shard(2),)
-    weight = names["model"].lm_head.weight
-    assert weight.grad is not None and weight.grad.full_tensor().abs().sum() > 0
-
-
-def full_policy(logits: Tensor, ids: Tensor, old: Tensor, gain: Tensor, mask: Tensor) -> Tensor:
+def full_policy(logits: Tensor, ids: Tensor, old: Tensor, gain: Tensor) -> Tensor:
     log_p = logits.log_softmax(-1)
     ratio = (log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - old).exp()
     entropy = -(log_p.exp() * log_p).sum(-1)
-    gain = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.01 * entropy
-    return -(gain * mask).sum() / mask.sum()
+    return -(torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.01 * entropy)
 
 
-def full_distillation(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+def full_distillation(student: Tensor, teacher: Tensor) -> Tensor:
     s, t = (student / 2).log_softmax(-1), (teacher / 2).log_softmax(-1)
-    return ((s.exp() * (s - t)).sum(-1) * mask).sum() / mask.sum()
+    return (s.exp() * (s - t)).sum(-1)
 
 
-def full_topk(student: Tensor, log_q: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    log_p = student.log_softmax(-1)
-    named = log_p.gather(-1, ids)
-    rest_p = 1 - named.exp().sum(-1)
-    rest_q = 1 - log_q.exp().sum(-1)
-    kl = (log_q.exp() * (log_q - named)).sum(-1) + rest_q * (rest_q / rest_p).log()
-    return (kl * mask).sum() / mask.sum()
+def full_topk(student: Tensor, log_q: Tensor, ids: Tensor) -> Tensor:
+    named = student.log_softmax(-1).gather(-1, ids)
+    rest_p, rest_q = (1 - log_p.exp().sum(-1) for log_p in (named, log_q))
+    return (log_q.exp() * (log_q - named)).sum(-1) + rest_q * (rest_q / rest_p).log()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("loss", ["policy", "distillation", "topk_distillation"])
-def test_losses(loss: str) -> None:
-    logits, teacher = torch.randn(*SHAPE, V), torch.randn(*SHAPE, V)
-    ids = torch.randint(0, V, SHAPE)
-    mask = torch.ones(SHAPE)
-    mask[0, :2] = 0
-    old, advantages = torch.randn(SHAPE) - 3, torch.randn(SHAPE)
-    log_q, named = (x[..., :K] for x in teacher.log_softmax(-1).sort(dim=-1, descending=True))
-    named = named.contiguous()
-    theirs = namespace()[f"{loss}_loss"]
-    with on_mesh((2,)) as mesh:
+FULL: dict[str, Callable[..., Tensor]] = {
+    "policy": full_policy,
+    "distillation": full_distillation,
+    "topk_distillation": full_topk,
+}
 
-        def shard(x: Tensor) -> DTensor:
-            local = x.chunk(2, -1)[mesh.get_local_rank()]
-            return DTensor.from_local(
-                local, mesh, [Shard(-1)], run_check=False, shape=x.shape, stride=x.stride()
-            )
 
-        sharded = shard(logits).requires_grad_()
-        full = logits.double().requires_grad_()
-        if loss == "policy":
-            value = theirs(sharded, ids, old, advantages, mask)
-            expected = full_policy(full, ids, old, advantages, mask)
-        elif loss == "distillation":
-            value = theirs(sharded, shard(teacher), mask, temperature=2.0)
-            expected = full_distillation(full, teacher.double(), mask)
-        else:
-            value = theirs(sharded, log_q, named, mask)
-            expected = full_topk(full, log_q.double(), named, mask)
+def arguments_of(loss: str, mask: Tensor, filler: float) -> list[Tensor]:
+    """All arguments but the mask, on the full vocabulary; ``filler`` at the masked tokens."""
+    logits, teacher = torch.randn(2, *SHAPE, V)
+    if loss == "policy":
+        ids = torch.randint(0, V, SHAPE)
+        log_p = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        arguments = [logits, ids, log_p + 0.3 * torch.randn(SHAPE), torch.randn(SHAPE)]
+    elif loss == "distillation":
+        arguments = [logits, teacher]
+    else:
+        arguments = [logits, *teacher.log_softmax(-1).topk(K)]
+    for x in arguments:
+        if x.is_floating_point():
+            x[~mask] = filler
+    return arguments
+
+
+PLAIN_AND_RANKS = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(contextlib.nullcontext, id="plain"),
+        pytest.param(lambda: on_mesh((2,)), id="ranks", marks=pytest.mark.ranks(2)),
+    ],
+)
+
+
+@pytest.mark.usefixtures("eager_kernels")
+@pytest.mark.parametrize("filler", [-150.0, -torch.inf, torch.nan, torch.inf])
+@pytest.mark.parametrize("counted", ["some", "none"])
+@pytest.mark.parametrize("loss", FULL)
+@PLAIN_AND_RANKS
+def test_masked_tokens_take_no_part(
+    place: Callable[[], Any], loss: str, counted: str, filler: float
+) -> None:
+    mask = torch.zeros(SHAPE, dtype=torch.bool)
+    mask[0, 2:], mask[1] = counted == "some", counted == "some"
+    full = arguments_of(loss, mask, filler)
+    options = {"temperature": 2.0} if loss == "distillation" else {}
+    with place() as mesh:
+        given = [x if mesh is None or x.shape[-1] != V else shard(x, mesh) for x in full]
+        logits = given[0].requires_grad_()
+        value = losses()[f"{loss}_loss"](*given, mask, **options)
         value.backward()
-        expected.backward()
-        torch.testing.assert_close(value.double(), expected, atol=1e-5, rtol=1e-5)
-        gradient = sharded.grad.full_tensor().double()
-        torch.testing.assert_close(gradient, full.grad, atol=1e-6, rtol=1e-5)
+        gradient = logits.grad if mesh is None else logits.grad.full_tensor()
+
+    leaf = full[0].detach().double().requires_grad_()
+    others = [x.double() if x.is_floating_point() else x for x in full[1:]]
+    rows = FULL[loss](leaf[mask], *(x[mask] for x in others))
+    expected = rows.sum() / max(1, rows.numel())
+    expected.backward()
+    torch.testing.assert_close(value.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient.double(), leaf.grad, atol=1e-6, rtol=1e-5)
+    assert gradient[~mask].count_nonzero() == 0
+
+
+def shard(full: Tensor, mesh: DeviceMesh) -> DTensor:
+    return distribute(full, mesh, [Shard(-1)])
+
+
+@pytest.mark.usefixtures("eager_kernels")
+@pytest.mark.parametrize("loss", FULL)
+def test_mask_may_be_of_numbers(loss: str) -> None:
+    mask = torch.rand(SHAPE) > 0.5
+    arguments, function = arguments_of(loss, mask, torch.nan), losses()[f"{loss}_loss"]
+    assert function(*arguments, mask.float()).equal(function(*arguments, mask))
