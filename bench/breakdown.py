@@ -6,11 +6,11 @@ the op, which the parts of forward are checked against. All are compiled alike, 
 
 from __future__ import annotations
 
-import os
+import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor
 import dtensor_vocab as dv
 from bench.peak import keep_freed_blocks
 from bench.report import machine
+from bench.threads import threads
 
-__all__ = ["breakdown"]
+__all__ = ["breakdown", "main"]
 
 ROUNDS = 15
 
@@ -105,12 +106,21 @@ def _timed(runs: dict[tuple[str, str], Callable[[], object]]) -> dict[tuple[str,
     return {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(
+        prog="python -m bench.breakdown",
+        description="Prints where the time of kl_div and cross_entropy goes, part by part, on the "
+        "CPU: each line has the parts of the line before it and one more.",
+    ).parse_args(arguments)
     warnings.filterwarnings("error", "dtensor_vocab")  # kernels that do not compile
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads())
     keep_freed_blocks()
     print(
         tabulate({**machine("cpu"), "logits": "2048 x 16032, bfloat16"}.items(), tablefmt="plain")
     )
     lines = breakdown(2048, 16032)
     print(tabulate(lines, ["op", "pass", "parts", "time (ms)"], floatfmt=".1f"))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from tabulate import tabulate
 from bench.cases import Group, groups, quick_groups
 from bench.measure import BenchError, Result, copy_bandwidth, measure
 from bench.ops import OPS, K
+from bench.options import at_least, writable
 from bench.report import Report, machine
 
 __all__ = ["main"]
@@ -42,8 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--device cuda: torch sees no GPU")
     if options.device == "cuda" and (options.ranks or 1) > torch.cuda.device_count():
         parser.error(f"--ranks {options.ranks}: torch sees {torch.cuda.device_count()} GPUs")
-    if options.vocab is not None and options.vocab < K:
-        parser.error(f"--vocab {options.vocab}: some ops pick {K} ids")
     selected = _selected(options)
     if not selected:
         parser.error(f"--op {options.op}: is measured on several ranks")
@@ -73,12 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--op", choices=FAMILIES, help="measure one op alone, in all its forms")
-    parser.add_argument("--rows", type=int, help="in place of the rows of each case")
-    parser.add_argument("--vocab", type=int, help="in place of the vocabulary of each case")
+    parser.add_argument("--rows", type=at_least(1), help="in place of the rows of each case")
+    parser.add_argument(
+        "--vocab",
+        type=at_least(K + 1),
+        help=f"in place of the vocabulary of each case, above {K}, which is how many ids ops pick",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--ranks", type=int, help="this number of processes alone, not 1 and 2")
+    parser.add_argument(
+        "--ranks", type=at_least(1), help="this number of processes alone, not 1 and 2"
+    )
     parser.add_argument("--device", choices=SHAPES, default=default)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the results there too")
     parser.add_argument(
         "--quick", action="store_true", help="a few small cases, to see that it works"
     )

@@ -143,6 +143,8 @@ class Run:
         """Micro-batches of words and the words that follow them; unknown ones don't count."""
         rows = windows(self.text, self.job.batch, self.job.length + 1, self.order)
         target = rows[:, 1:].masked_fill(rows[:, 1:] == UNKNOWN, IGNORED)
+        if (target == IGNORED).all():
+            raise ValueError("batch: expected words of the vocabulary to predict, got none")
         return list(zip(self.share(rows[:, :-1]), self.share(target), strict=True))
 
     def update(self, losses: list[Callable[[], Tensor]], count: Tensor) -> None:

@@ -15,6 +15,7 @@ from tabulate import SEPARATING_LINE, tabulate
 from bench.cases import SMALL, Case, Run
 from bench.measure import Result
 from bench.ops import COMPILED, GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, OPS, OURS
+from bench.threads import stated_threads
 
 __all__ = ["Report", "gradient_bytes", "machine"]
 
@@ -34,7 +35,7 @@ def machine(device: str) -> dict[str, str | int]:
     return {
         "machine": torch.cuda.get_device_name() if device == "cuda" else _cpu_model(),
         "CPU cores": len(os.sched_getaffinity(0)),
-        "threads": "as many as cores, over all ranks",
+        "threads": stated_threads() or "as many as cores, over all ranks",
         "torch": torch.__version__,
     }
 

@@ -21,6 +21,8 @@ import torch
 from bench.job import Job, Outcome, merge, train_one, train_ranks
 from bench.launch import launch
 from bench.model import HEAD_DIM
+from bench.options import above_zero, at_least
+from bench.text import text_words
 
 FP32_ALLOWS = {"loss": 2e-5, "gradient norm": 5e-4, "weight": 2e-5}
 """Several times what the default run shows, which is less than the one rank differs from itself in
@@ -57,18 +59,19 @@ def parse(argv: list[str] | None) -> tuple[Job, str, int, int]:
         prog="python -m bench.train", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     gpus = torch.cuda.device_count()
+    text = text_words()
     add = parser.add_argument
-    add("--dp", type=int, default=1, help="ranks that share the batch, by FSDP2")
-    add("--tp", type=int, default=1 if gpus == 1 else 2, help="ranks that share the model")
-    add("--steps", type=int, help="steps of cross-entropy")
-    add("--policy-steps", type=int, help="steps of policy gradient")
-    add("--batch", type=int, help="rows of a step, over all ranks")
-    add("--length", type=int, help="words in a row")
-    add("--vocab", type=int, help="words in the vocabulary")
-    add("--dim", type=int, help=f"width of the model, a multiple of {HEAD_DIM} * tp")
-    add("--layers", type=int, help="layers of the model")
-    add("--accumulate", type=int, help="micro-batches in a step")
-    add("--clip", type=float, help="largest norm of the gradients")
+    add("--dp", type=at_least(1), default=1, help="ranks that share the batch, by FSDP2")
+    add("--tp", type=at_least(1), default=1 if gpus == 1 else 2, help="ranks that share the model")
+    add("--steps", type=at_least(1), help="steps of cross-entropy")
+    add("--policy-steps", type=at_least(0), help="steps of policy gradient")
+    add("--batch", type=at_least(1), help="rows of a step, over all ranks")
+    add("--length", type=at_least(1, len(text) - 1), help="words in a row")
+    add("--vocab", type=at_least(2, len({*text})), help="words in the vocabulary")
+    add("--dim", type=at_least(HEAD_DIM), help=f"width of the model, a multiple of {HEAD_DIM} * tp")
+    add("--layers", type=at_least(1), help="layers of the model")
+    add("--accumulate", type=at_least(1), help="micro-batches in a step")
+    add("--clip", type=above_zero, help="largest norm of the gradients")
     add("--bf16", action="store_true", help="weights and activations in bf16, by FSDP2")
     add("--compile", action="store_true", help="compile the model's blocks and the losses")
     parser.set_defaults(**asdict(Job()))
@@ -80,6 +83,10 @@ def parse(argv: list[str] | None) -> tuple[Job, str, int, int]:
     ):
         if value % divisor:
             parser.error(f"argument {what}: expected a multiple of {divisor}, got {value}")
+    if -(-args.vocab // args.tp) * (args.tp - 1) >= args.vocab:
+        # torch looks nothing up in an embedding of which a rank holds no rows
+        words = f"words for each of {args.tp} ranks"
+        parser.error(f"argument --vocab: expected {words}, got {args.vocab}")
     job = Job(**{field.name: getattr(args, field.name) for field in fields(Job)})
     return job, "cuda" if gpus >= args.dp * args.tp else "cpu", args.dp, args.tp
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import statistics
 import traceback
 import warnings
@@ -27,6 +26,7 @@ from bench.check import check, sample
 from bench.inputs import make, place, upstream
 from bench.ops import APART, IN_PLACE, LOSS_PARALLEL, OPS, OURS, as_tuple
 from bench.peak import keep_freed_blocks, peak_above_inputs, return_freed_blocks
+from bench.threads import threads
 
 __all__ = ["serve", "serve_machine"]
 
@@ -80,7 +80,7 @@ def _mesh(ranks: int, rank: int, rendezvous: str, device_type: str) -> Iterator[
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        torch.set_num_threads(threads(ranks))
     if ranks == 1:
         yield None
         return

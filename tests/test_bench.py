@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 import dtensor_vocab as dv
-from bench import naive, peak
-from bench.breakdown import breakdown
+from bench import cli, naive, peak
+from bench.breakdown import breakdown, main
 from bench.cases import Case, Run
 from bench.measure import BenchError, measure
 from bench.ops import GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, OPS, OURS, Op
+from bench.options import writable
 from bench.report import gradient_bytes
-from bench.worker import Measured
+from bench.worker import Measured, _mesh
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -53,6 +55,56 @@ def test_quick(tmp_path: Path) -> None:
     for row in results:
         assert row["time (ms)"] > 0 and row["of copy bandwidth"] > 0 and row["to naive"] > 0
         assert f"{row['time (ms)']:.2f}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--ranks 0", "--ranks: expected an integer, 1 or more, got 0"),
+        ("--ranks -1", "--ranks: expected an integer, 1 or more, got -1"),
+        ("--rows 0", "--rows: expected an integer, 1 or more, got 0"),
+        ("--rows -5", "--rows: expected an integer, 1 or more, got -5"),
+        ("--vocab 64", "--vocab: expected an integer, 65 or more, got 64"),
+        ("--json no/such/file", "--json: expected a file to write, got no/such/file: No such file"),
+        ("--json .", "--json: expected a file to write, got .: Is a directory"),
+    ],
+)
+def test_unusable_options_are_refused_before_any_work(
+    options: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(cli, "copy_bandwidth")  # the first work
+    with pytest.raises(SystemExit):
+        cli.main(options.split())
+    assert f"error: argument {message}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_checking_a_file_leaves_it_as_it_is(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_text("kept")
+    assert writable(str(new)) == new and not new.exists()
+    assert writable(str(old)) == old and old.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"), [("3", 3), ("5,2", 5), ("", None), ("0", None), ("many", None)]
+)
+def test_omp_num_threads_is_respected(
+    stated: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", stated)
+    used, cores = [], len(os.sched_getaffinity(0))
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    with _mesh(1, 0, "", "cpu"):
+        assert used == [expected or cores]
+
+
+def test_breakdown_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "python -m bench.breakdown" in capsys.readouterr().out
 
 
 def test_breakdown() -> None:

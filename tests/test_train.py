@@ -48,17 +48,34 @@ def test_large_differences_fail(what: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--batch 6 --dp 2 --accumulate 2", "argument --batch: expected a multiple of 4, got 6"),
-        ("--length 15", "argument --length: expected a multiple of 2, got 15"),
-        ("--dim 32", "argument --dim: expected a multiple of 64, got 32"),
+        ("--batch 6 --dp 2 --accumulate 2", "--batch: expected a multiple of 4, got 6"),
+        ("--tp 2 --length 15", "--length: expected a multiple of 2, got 15"),
+        ("--tp 2 --dim 32", "--dim: expected a multiple of 64, got 32"),
+        ("--tp 4 --dim 128 --vocab 5", "--vocab: expected words for each of 4 ranks, got 5"),
+        ("--dp 0", "--dp: expected an integer, 1 or more, got 0"),
+        ("--tp 0", "--tp: expected an integer, 1 or more, got 0"),
+        ("--tp -2", "--tp: expected an integer, 1 or more, got -2"),
+        ("--tp two", "--tp: expected an integer, 1 or more, got two"),
+        ("--steps 0", "--steps: expected an integer, 1 or more, got 0"),
+        ("--policy-steps -1", "--policy-steps: expected an integer, 0 or more, got -1"),
+        ("--batch 0", "--batch: expected an integer, 1 or more, got 0"),
+        ("--length 0", "--length: expected an integer, from 1 to "),
+        ("--length 1000000", "--length: expected an integer, from 1 to "),
+        ("--vocab 0", "--vocab: expected an integer, from 2 to "),
+        ("--vocab 1000000", "--vocab: expected an integer, from 2 to "),
+        ("--dim 0", "--dim: expected an integer, 32 or more, got 0"),
+        ("--layers 0", "--layers: expected an integer, 1 or more, got 0"),
+        ("--accumulate 0", "--accumulate: expected an integer, 1 or more, got 0"),
+        ("--clip 0", "--clip: expected a number above 0, got 0"),
+        ("--clip nan", "--clip: expected a number above 0, got nan"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(
+def test_unusable_options_are_refused(
     options: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        train.main(["--tp", "2", *options.split()])
-    assert message in capsys.readouterr().err
+        train.parse(options.split())
+    assert f"error: argument {message}" in capsys.readouterr().err.splitlines()[-1]
 
 
 # ------------------------------------------------------------------ FSDP2 with tensor parallelism
