@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.ranks import distribute, on_mesh
+import dtensor_vocab as dv
+from tests.ranks import distribute, on_mesh, parts
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -170,3 +171,19 @@ def test_mask_may_be_of_numbers(loss: str) -> None:
     mask = torch.rand(SHAPE) > 0.5
     arguments, function = arguments_of(loss, mask, torch.nan), losses()[f"{loss}_loss"]
     assert function(*arguments, mask.float()).equal(function(*arguments, mask))
+
+
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.ranks(2))])
+def test_teacher_that_is_padded_further(ranks: int | None) -> None:
+    """Shards of 16 and 15 columns, the teacher's of 16 and 16."""
+    student, teacher = torch.randn(6, 31), torch.randn(6, 32)
+    expected = dv.kl_div(student, teacher[:, :31], vocab_size=30)
+    cut = losses()["cut_teacher"]
+    if ranks is None:
+        values = {0: dv.kl_div(student, cut(teacher, student), vocab_size=30)}
+    else:
+        with on_mesh((ranks,)) as mesh:
+            student, teacher = (distribute(x, mesh, [Shard(-1)]) for x in (student, teacher))
+            values = parts(dv.kl_div(student, cut(teacher, student), vocab_size=30))
+    for value in values.values():
+        torch.testing.assert_close(value, expected)
