@@ -7,10 +7,13 @@ below it takes placements as they are given, on torch 2.11 to 2.14.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -18,13 +21,14 @@ from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, Ru
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
-    "CompileError",
     "DTensorSpec",
     "assert_async",
-    "compile_is_disabled",
+    "compile_errors",
+    "compiler_obstacle",
     "in_func_transform",
     "non_view",
     "register_placements",
+    "run_without_dynamo",
     "tensor_arguments",
 ]
 
@@ -33,9 +37,6 @@ def assert_async(condition: Tensor, message: str) -> None:
     """Raises where ``condition`` (0-d) is false: on a GPU later, without the host waiting."""
     torch._assert_async(condition, message)
 
-
-CompileError = torch._dynamo.exc.TorchDynamoException
-"""What ``torch.compile(fullgraph=True)`` raises when it can't make a kernel."""
 
 Placements = Sequence[tuple[Placement, ...] | None]
 PlacementRule = Callable[
@@ -86,9 +87,58 @@ def register_placements(op: torch.library.CustomOpDef, rule: PlacementRule) -> N
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op._opoverload, strategy, info)
 
 
-def compile_is_disabled() -> bool:
-    """Whether ``torch.compile`` hands functions back as they are (``TORCH_COMPILE_DISABLE=1``)."""
-    return torch._dynamo.config.disable
+def run_without_dynamo(op: torch.library.CustomOpDef) -> None:
+    """Lets ``op`` run where Dynamo has not been imported.
+
+    torch disables Dynamo for the operator's function (seen on 2.11 to 2.14), which imports it at
+    the first call. Until somebody imports it there is nothing to disable.
+    """
+
+    def unless_imported(disabled: Callable[..., Any]) -> Callable[..., Any]:
+        fn = disabled.__wrapped__
+
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (disabled if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
+
+        return run
+
+    for device, disabled in op._backend_fns.items():
+        op._backend_fns[device] = unless_imported(disabled)
+
+
+def compiler_obstacle() -> str | None:
+    """Why ``torch.compile`` would not give Inductor's code, where that is known before a call.
+
+    Dynamo takes half a second to import, and its import raises where its cache directory can't be
+    made (seen on torch 2.11 to 2.14). So it is imported here, for the first kernel.
+    """
+    fault = _import_dynamo()
+    if fault is not None:
+        return fault
+    if torch._dynamo.config.disable:
+        return "torch.compile is disabled"
+    stance = torch._dynamo.eval_frame._stance
+    if stance.backend not in (None, "inductor") or stance.stance == "aot_eager_then_compile":
+        backend = "aot_eager" if stance.backend is None else stance.backend
+        return f"torch.compiler.set_stance asks for the backend {backend}"
+    return None
+
+
+@functools.cache
+def _import_dynamo() -> str | None:
+    """Imports Dynamo, once: a second try would fail for another reason. The error, if any."""
+    try:
+        importlib.import_module("torch._dynamo")
+    except Exception as error:
+        return f"torch.compile can't be imported: {error}"
+    return None
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What ``torch.compile(fullgraph=True)`` raises when it can't make a kernel."""
+    exceptions = torch._dynamo.exc
+    return exceptions.TorchDynamoException, exceptions.FailOnRecompileLimitHit, OSError
 
 
 def in_func_transform() -> bool:

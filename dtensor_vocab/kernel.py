@@ -1,17 +1,18 @@
 """Runs a pure function of rows as one kernel compiled by Inductor: C++ on CPUs, Triton on GPUs.
 
-Where nothing can be compiled (no C++ compiler or no Triton, ``TORCH_COMPILE_DISABLE=1``) the
-same function runs eagerly, on blocks of rows that stay in cache. ``DTENSOR_VOCAB_KERNELS=eager``
-in the environment asks for that, ``DTENSOR_VOCAB_KERNELS=inductor`` (the default) does not; it is
-looked up at every call.
+Where ``torch.compile`` gives no code of Inductor's (no C++ compiler or no Triton,
+``TORCH_COMPILE_DISABLE=1``, ``torch.compiler.set_stance("force_eager")``, no cache directory) the
+same function runs eagerly, on blocks of rows that stay in cache, and a warning says so once.
+``DTENSOR_VOCAB_KERNELS=eager`` in the environment asks for that without the warning,
+``DTENSOR_VOCAB_KERNELS=inductor`` is the default; every call looks it up.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
-import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_vocab._private import CompileError, compile_is_disabled
+from dtensor_vocab._private import compile_errors, compiler_obstacle
 
 __all__ = ["Rows", "blocks", "flat", "in_blocks", "kernel", "merge_kernel", "stats_per_row"]
 
@@ -53,20 +54,62 @@ def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[...
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
             if args[0].numel() == 0:
                 return fn(*args)
-            backend = _backend()
-            # a graph that was made of inference tensors does not serve others
-            key = (backend, torch.is_inference_mode_enabled(), *map(_variant, args))
-            if key not in variants:
-                compiled = _compile(fn) if backend == "inductor" else None
-                variants[key] = compiled or functools.partial(eagerly, fn)
-            try:
-                return variants[key](*args)
-            except CompileError as error:
-                _warn_eager(str(error).strip().partition("\n")[0])
-                variants[key] = functools.partial(eagerly, fn)
-                return variants[key](*args)
+            if _backend() == "inductor":
+                try:
+                    return _run_compiled(fn, variants, args)
+                except NotCompiled as error:
+                    _warn_eager(str(error))
+            return eagerly(fn, *args)
 
     return run
+
+
+class NotCompiled(Exception):
+    """``torch.compile`` has no code of Inductor's for a call. The message says why."""
+
+
+def _run_compiled(
+    fn: Callable[..., Any], variants: dict[Any, Callable[..., Any]], args: tuple[Any, ...]
+) -> Any:
+    """``fn(*args)`` by its compiled variant for such arguments, or :class:`NotCompiled`."""
+    obstacle = compiler_obstacle()
+    if obstacle is not None:
+        raise NotCompiled(obstacle)
+    # A graph that was made of inference tensors does not serve others.
+    key = (torch.is_inference_mode_enabled(), *map(_variant, args))
+    if key not in variants:
+        variants[key] = _compile(fn)
+    try:
+        return variants[key](*args)
+    except compile_errors() as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+
+    def refuse(*_: Any) -> Any:
+        raise NotCompiled(reason)
+
+    variants[key] = refuse
+    return refuse()
+
+
+def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` compiled. The result raises :class:`NotCompiled` where it runs as plain Python.
+
+    ``torch.compile`` may hand its function back at any call, for instance under
+    ``torch.compiler.set_stance("force_eager")``. On whole logits that would take many times
+    their memory.
+    """
+
+    def compiled(*args: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise NotCompiled("torch.compile hands them back uncompiled")
+        return fn(*args)
+
+    # Dynamo counts recompilations by code object and gives up after a few; some stances mix up the
+    # arguments of functions of one file and line. Each variant has code of its own, which logs
+    # show by the kernel's name and, as its line, a number.
+    code = compiled.__code__.replace(co_name=fn.__name__, co_firstlineno=next(_numbers))
+    compiled.__code__ = code
+    return torch.compile(compiled, backend="inductor", dynamic=True, fullgraph=True)
 
 
 class Rows:
@@ -157,18 +200,6 @@ def _backend() -> str:
     return backend
 
 
-def _compile(fn: Callable[..., Any]) -> Callable[..., Any] | None:
-    """``fn`` compiled, or None where nothing is."""
-    if compile_is_disabled():
-        _warn_eager("torch.compile is disabled")
-        return None
-    # Dynamo counts recompilations by code object and gives up after a few: one for each variant.
-    copy = types.FunctionType(
-        fn.__code__.replace(), fn.__globals__, fn.__name__, None, fn.__closure__
-    )
-    return torch.compile(copy, dynamic=True, fullgraph=True)
-
-
 def _normalize(arg: Any, device: torch.device) -> Any:
     """A float as a 0-d tensor: one kernel serves all values of an option. A list as a tuple."""
     if type(arg) is float:
@@ -198,5 +229,6 @@ def _warn_eager(reason: str) -> None:
         )
 
 
+_numbers = itertools.count(1)
 _warned: list[str] = []
 """Why kernels run eagerly, once that has been said."""

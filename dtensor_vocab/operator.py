@@ -34,7 +34,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_vocab._private import DTensorSpec, non_view, register_placements, tensor_arguments
+from dtensor_vocab._private import (
+    DTensorSpec,
+    non_view,
+    register_placements,
+    run_without_dynamo,
+    tensor_arguments,
+)
 
 __all__ = ["operator"]
 
@@ -74,6 +80,7 @@ def operator(
     def register(fn: Callable[..., Any]) -> torch.library.CustomOpDef:
         name, mutated = f"dtensor_vocab::{fn.__name__}", [mutates] if mutates else []
         op = torch.library.custom_op(name, _without_views(fn), mutates_args=mutated)
+        run_without_dynamo(op)
         if not mutates:
             op.register_autograd(_no_backward, setup_context=_mark_constant)
             op.register_vmap(functools.partial(_vmap, op, inputs, outputs))

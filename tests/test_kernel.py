@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from dtensor_vocab.kernel import kernel
 from tests.ops import OP, OPS, Op, check, draw, expect, observe
 from tests.oracle import assert_values
 
@@ -129,6 +130,141 @@ def test_eager_by_request_does_not_warn(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "kernels run eagerly" not in result.stderr
     assert not any(tmp_path.iterdir())
+
+
+UNUSABLE_CACHES = {
+    "cannot be made": "/dev/null/inductor",  # below a file, which stops root as well
+    "cannot be written": "/proc",
+}
+
+
+@pytest.mark.parametrize("kernels", ["inductor", "eager"])
+@pytest.mark.parametrize("directory", UNUSABLE_CACHES)
+def test_without_a_cache_directory(directory: str, kernels: str) -> None:
+    """Importing works, and the first call falls back with the warning."""
+    result = run_python(
+        CALL_TWICE,
+        TORCHINDUCTOR_CACHE_DIR=UNUSABLE_CACHES[directory],
+        HOME="/dev/null/home",
+        DTENSOR_VOCAB_KERNELS=kernels,
+    )
+    assert result.returncode == 0, result.stderr
+    assert abs(float(result.stdout.split(" ")[0]) - value_and_gradient()[0]) < 1e-6
+    assert result.stderr.count("kernels run eagerly") == (kernels == "inductor"), result.stderr
+
+
+IMPORT = """
+import sys
+import dtensor_vocab
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_import_leaves_dynamo_alone() -> None:
+    assert run_python(IMPORT).returncode == 0
+
+
+# ------------------------------------------------------------------ torch.compile steps aside
+
+
+class Recorded:
+    """A kernel that records the row counts which it runs uncompiled on."""
+
+    def __init__(self) -> None:
+        self.uncompiled: list[int] = []
+
+        def total(logits: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_dynamo_compiling():
+                self.uncompiled.append(len(logits))
+            return logits.sum(-1)
+
+        self._kernel = kernel(total)
+
+    def check(self) -> None:
+        logits = torch.randn(10, 16)
+        torch.testing.assert_close(self._kernel(logits), logits.sum(-1))
+
+
+@pytest.fixture
+def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtensor_vocab.kernel.BLOCK_ELEMENTS", 32)
+    monkeypatch.setattr("dtensor_vocab.kernel._warned", [])
+
+
+def stance(*args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: torch.compiler.set_stance(*args, **options)
+
+
+def dynamo(**options: Any) -> Callable[[], Any]:
+    return lambda: torch._dynamo.config.patch(**options)
+
+
+NOT_COMPILED = {
+    "force_eager": stance("force_eager"),
+    "another backend": stance("default", force_backend="eager"),
+    "aot_eager_then_compile": stance("aot_eager_then_compile"),
+    "disabled": dynamo(disable=True),
+}
+NOT_COMPILED_AT_FIRST = {
+    "eager_on_recompile": stance("eager_on_recompile"),
+    "eager_then_compile": stance("eager_then_compile"),
+    "no recompilation": dynamo(recompile_limit=0),
+}
+
+
+@pytest.mark.parametrize("how", NOT_COMPILED | NOT_COMPILED_AT_FIRST)
+def test_uncompiled_kernel_runs_in_blocks(how: str, blocks_of_two_rows: None) -> None:
+    """Never on all rows, whatever makes torch.compile hand its function back."""
+    recorded = Recorded()
+    with (NOT_COMPILED | NOT_COMPILED_AT_FIRST)[how](), pytest.warns(match="run eagerly") as warned:
+        recorded.check()
+    assert recorded.uncompiled == [2] * 5
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("how", NOT_COMPILED)
+def test_warm_kernel_runs_in_blocks_meanwhile(how: str, blocks_of_two_rows: None) -> None:
+    recorded = Recorded()
+    recorded.check()
+    with NOT_COMPILED[how](), pytest.warns(match="run eagerly"):
+        recorded.check()
+    assert recorded.uncompiled == [2] * 5
+    recorded.check()
+    assert recorded.uncompiled == [2] * 5
+
+
+HARMLESS_ONCE_WARM = {
+    **NOT_COMPILED_AT_FIRST,
+    "fail_on_recompile": stance("fail_on_recompile"),
+    "no guards": stance("default", skip_guard_eval_unsafe=True),
+    "suppressed errors": dynamo(suppress_errors=True),
+}
+
+
+@pytest.mark.parametrize("how", HARMLESS_ONCE_WARM)
+def test_warm_kernel_stays_compiled(how: str) -> None:
+    recorded = Recorded()
+    recorded.check()
+    with HARMLESS_ONCE_WARM[how]():
+        recorded.check()
+        torch.compiler.disable(recorded.check)()
+    assert recorded.uncompiled == []
+
+
+def test_default_backend_is_not_used() -> None:
+    if not hasattr(torch.compiler, "set_default_backend"):
+        pytest.skip("torch has no such setting before 2.13")
+    torch.compiler.set_default_backend("no such backend")
+    try:
+        Recorded().check()
+    finally:
+        torch.compiler.set_default_backend(None)
+
+
+def test_fail_on_recompile_fails() -> None:
+    """As it is asked to, in place of slow kernels."""
+    with stance("fail_on_recompile")(), pytest.raises(RuntimeError, match="fail_on_recompile"):
+        Recorded().check()
 
 
 # ------------------------------------------------------------------ memory
