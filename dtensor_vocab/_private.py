@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor.placement_types import Placement
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 __all__ = [
     "DTensorSpec",
@@ -26,6 +27,7 @@ __all__ = [
     "compile_errors",
     "compiler_obstacle",
     "in_func_transform",
+    "is_traced_for_a_graph",
     "non_view",
     "register_placements",
     "run_without_dynamo",
@@ -139,6 +141,11 @@ def compile_errors() -> tuple[type[Exception], ...]:
     """What ``torch.compile(fullgraph=True)`` raises when it can't make a kernel."""
     exceptions = torch._dynamo.exc
     return exceptions.TorchDynamoException, exceptions.FailOnRecompileLimitHit, OSError
+
+
+def is_traced_for_a_graph() -> bool:
+    """Whether FX or ``torch.jit.trace`` records operators, where Dynamo refuses to compile."""
+    return torch.jit.is_tracing() or is_fx_symbolic_tracing()
 
 
 def in_func_transform() -> bool:

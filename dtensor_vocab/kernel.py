@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_vocab._private import compile_errors, compiler_obstacle
+from dtensor_vocab._private import compile_errors, compiler_obstacle, is_traced_for_a_graph
 
 __all__ = ["Rows", "blocks", "flat", "in_blocks", "kernel", "merge_kernel", "stats_per_row"]
 
@@ -54,7 +54,7 @@ def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[...
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
             if args[0].numel() == 0:
                 return fn(*args)
-            if _backend() == "inductor":
+            if _backend() == "inductor" and not is_traced_for_a_graph():
                 try:
                     return _run_compiled(fn, variants, args)
                 except NotCompiled as error:

@@ -499,3 +499,28 @@ def test_create_graph(op: Op, wrapper: str, eager_kernels: None) -> None:
     assert_identical([g.detach() for g in gradients], list(expected))
     with pytest.raises(RuntimeError, match=f"{op.name}: expected to be differentiated once"):
         sum(g.square().sum() for g in gradients).backward()
+
+
+# ------------------------------------------------------------------ tracing with compiled kernels
+
+WARM = [OP["logprobs"], OP["kl_div"], OP["topk_logprobs(k=3)"]]
+
+
+@pytest.mark.parametrize("op", WARM, ids=str)
+def test_warm_kernels_are_traced(op: Op) -> None:
+    """By make_fx on real tensors, where Dynamo refuses to run its code, forward and backward."""
+    loss, batch = loss_of(op), draw_batch(op)
+    expected = train(loss, batch)
+    traced = make_fx(lambda *batch: train(loss, Batch(*batch)))(*batch)
+    assert_identical(traced(*batch), expected)
+
+
+@pytest.mark.parametrize("op", WARM, ids=str)
+def test_loss_is_linearized_around_warm_kernels(op: Op) -> None:
+    """In the weights of the tokens; in the logits it would take forward mode."""
+    inputs = draw(op).values()
+    values = op(*inputs)[0]
+    weights = torch.rand_like(values)
+    loss, slope = torch.func.linearize(lambda w: (op(*inputs)[0] * w).sum(), weights)
+    torch.testing.assert_close(loss, (values * weights).sum())
+    torch.testing.assert_close(slope(torch.ones_like(weights)), values.sum())
