@@ -28,6 +28,9 @@ BLOCK_ELEMENTS = 1 << 18
 """How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
 BLOCKS_TO_FILL_A_GPU = 256
 """How many blocks, each sized for a CPU's cache, a GPU is given at once."""
+INDUCTOR_OPTIONS = {"realize_opcount_threshold": 1 << 10}
+"""Inductor stores long expressions by default, which then takes buffers of the logits' size (two
+for the terms of ``js_div``, seen on torch 2.11)."""
 
 
 def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +112,9 @@ def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:
     # show by the kernel's name and, as its line, a number.
     code = compiled.__code__.replace(co_name=fn.__name__, co_firstlineno=next(_numbers))
     compiled.__code__ = code
-    return torch.compile(compiled, backend="inductor", dynamic=True, fullgraph=True)
+    return torch.compile(
+        compiled, backend="inductor", dynamic=True, fullgraph=True, options=INDUCTOR_OPTIONS
+    )
 
 
 class Rows:
