@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dtensor_vocab as dv
-from tests.ops import LOGITS, OP, OPS, PAIRS, WITH_IDS, Op, draw, named
+from tests.ops import AT_IDS, LOGITS, OP, OPS, PAIRS, Op, draw, named
 from tests.ranks import distribute, on_mesh
 from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
 
@@ -154,7 +154,7 @@ def count_graphs(op: Op, batches: Sequence[Batch]) -> int:
 # ------------------------------------------------------------------ graphs for kinds of inputs
 
 
-@pytest.mark.parametrize("op", WITH_IDS, ids=str)
+@pytest.mark.parametrize("op", AT_IDS, ids=str)
 def test_a_graph_for_each_dtype_of_ids(op: Op, eager_kernels: None) -> None:
     """Which ids there are, and how many of them are ignored, makes no graph."""
     batch = draw_batch(op)
