@@ -29,6 +29,7 @@ __all__ = [
     "in_func_transform",
     "is_traced_for_a_graph",
     "non_view",
+    "overload",
     "register_placements",
     "run_without_dynamo",
     "tensor_arguments",
@@ -44,6 +45,13 @@ Placements = Sequence[tuple[Placement, ...] | None]
 PlacementRule = Callable[
     [Sequence[DTensorSpec | None]], tuple[Placements, Sequence[tuple[Placement, ...]]]
 ]
+
+
+def overload(op: torch.library.CustomOpDef | None) -> torch._ops.OpOverload | None:
+    """The operator in the form that Dynamo traces in closures. It fails on the definition itself
+    (seen on torch 2.13).
+    """
+    return None if op is None else op._opoverload
 
 
 def tensor_arguments(op: torch.library.CustomOpDef) -> list[bool]:

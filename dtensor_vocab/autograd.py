@@ -1,102 +1,97 @@
-"""What the ops' ``autograd.Function``s share."""
+"""The ``autograd.Function`` of an op, made from its forward and its gradients."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_vocab._private import in_func_transform
+from dtensor_vocab.layout import local_tensor
 
-__all__ = ["PerToken", "differentiable_once", "empty_grad", "logits_gradient"]
+__all__ = ["PerToken", "empty_grad", "is_functional", "overwritten"]
 
 
 class PerToken(torch.autograd.Function):
-    """Base of functions of per-token tensors that return ``(*results, statistics to save)``."""
+    """Base of the ops' functions, which are differentiable once.
 
+    A subclass has ``forward``, which returns its results: the first has a gradient, the last is for
+    backward. Its ``keep(ctx, inputs, outputs)`` stores options in ``ctx`` and returns what else to
+    save. Its ``gradients(ctx, grad, saved, *kept)`` returns the gradients of the first inputs. Both
+    are static, and by default those of ``gradient``. ``function`` is the name for errors.
+    """
+
+    function: str
+    gradient: DeclaredGradient
     generate_vmap_rule = True
 
     def __init_subclass__(cls) -> None:
-        # `apply` asks for the signature at every call
+        # ``apply`` inspects the signature at every call.
         cls.forward.__signature__ = inspect.signature(cls.forward)
+        own = vars(cls)
+        keep, gradients = (
+            getattr(cls if name in own else cls.gradient, name) for name in ("keep", "gradients")
+        )
+        cls.setup_context = staticmethod(_setup_context(cls.function, keep))
+        cls.backward = staticmethod(_differentiable_once(gradients))
 
-    @staticmethod
-    def save(ctx: Any, function: str, outputs: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
-        """For ``setup_context``: what backward reads, and whose it is.
 
-        The first output has a gradient, the last one is saved.
-        """
+class DeclaredGradient(Protocol):
+    """How backward gets from what forward was given to gradients."""
+
+    keep: Callable[..., Sequence[Tensor | None]]
+    gradients: Callable[..., tuple[Tensor | None, ...]]
+
+
+def _setup_context(function: str, keep: Callable[..., Any]) -> Callable[..., None]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         ctx.function = function
-        saved = *inputs, outputs[-1]
+        saved = outputs[-1], *keep(ctx, inputs, outputs)
         ctx.count = len(saved)
-        ctx.save_for_backward(*saved, *_local_versions(inputs))
+        ctx.save_for_backward(*saved, *_local_versions(saved))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
 
+    return setup_context
 
-def _local_versions(inputs: tuple[Tensor | None, ...]) -> list[Tensor]:
+
+def _local_versions(saved: tuple[Tensor | None, ...]) -> list[Tensor]:
     """Empty views of the local tensors of DTensors, for autograd to save.
 
     A DTensor does not see its local tensor edited in place, since it has a version counter of its
-    own (torch 2.11 to 2.14). These views have that of the local tensor, so autograd raises. In
-    compiled code it saves the local tensors themselves.
+    own (torch 2.11 to 2.14). These views share the counter of the local tensor, so autograd raises.
+    In compiled code autograd saves the local tensors themselves.
     """
     if torch.compiler.is_compiling():
         return []
-    locals_ = [x.to_local() for x in inputs if isinstance(x, DTensor)]
+    locals_ = [local_tensor(x) for x in saved if isinstance(x, DTensor)]
     return [x.as_strided((0,), (1,)) for x in locals_ if not x.is_inference()]
 
 
-def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the gradients of a ``backward`` raise where they are differentiated again.
+def _differentiable_once(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose gradients raise where they are differentiated again.
 
-    Without it a gradient penalty, say, would silently get no gradient. ``backward(ctx, saved,
-    *grads)`` gets the saved tensors, which checkpointing lets a node unpack once, and returns a
-    tuple with the gradients of the first inputs; the others have none.
+    Without that a gradient penalty, for example, would silently get no gradient.
     """
 
-    @functools.wraps(backward)
-    def once(ctx: Any, *grads: Tensor | None) -> Any:
-        if all(grad is None for grad in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors[: ctx.count]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        count, grad = len(ctx.needs_input_grad), grads[0]
+        if grad is None:
+            return (None,) * count
+        saved = ctx.saved_tensors[: ctx.count]  # which checkpointing lets a node unpack once
         with torch.no_grad():
-            gradients = backward(ctx, saved, *grads)
-        gradients = (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
+            gradients = gradients_of(ctx, grad, *saved)
+        gradients = (*gradients, *[None] * (count - len(gradients)))
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return gradients
-        sources = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
+        sources = [t for t in (*saved, grad) if t is not None and t.requires_grad]
         return tuple(g if g is None else _Once.apply(ctx.function, g, *sources) for g in gradients)
 
-    return once
-
-
-def logits_gradient(
-    ctx: Any,
-    backward: Callable[..., Tensor],
-    overwrite: Callable[..., None],
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    *args: Any,
-) -> Tensor:
-    """The gradient of the logits by ``backward`` or, if ``ctx.inplace_backward``, in their place.
-
-    Whoever still needs the logits then finds their version changed, and raises: also who has the
-    local tensor of a DTensor, whose version is another.
-    """
-    functional = torch.compiler.is_compiling() or in_func_transform()
-    if ctx.inplace_backward and not functional:
-        overwrite(grad, saved, logits, *args)
-        if isinstance(logits, DTensor):
-            torch.autograd.graph.increment_version(logits.to_local())
-        return logits.detach()
-    return backward(grad, saved, logits, *args)
+    return backward
 
 
 class _Once(torch.autograd.Function):
@@ -105,21 +100,39 @@ class _Once(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(name: str, gradient: Tensor, *sources: Tensor) -> Tensor:
+    def forward(function: str, gradient: Tensor, *sources: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.name = inputs[0]
+        ctx.function = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise RuntimeError(
-            f"{ctx.name}: expected to be differentiated once, got a second backward through its "
-            "gradient, which has none"
+            f"{ctx.function}: expected to be differentiated once, got a second backward through "
+            "its gradient, which has none"
         )
+
+
+# ---- buffers of gradients
 
 
 def empty_grad(logits: Tensor) -> Tensor:
     """The gradient's buffer: contiguous, whatever the strides of the logits."""
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def is_functional() -> bool:
+    """Whether nothing may be written in place: ``torch.compile`` and ``torch.func`` plan memory."""
+    return torch.compiler.is_compiling() or in_func_transform()
+
+
+def overwritten(logits: Tensor) -> Tensor:
+    """The gradient that was written in place of ``logits``.
+
+    Any op that saved the logits, or the local tensor of a DTensor, sees a changed version counter.
+    """
+    if isinstance(logits, DTensor):
+        torch.autograd.graph.increment_version(local_tensor(logits))
+    return logits.detach()

@@ -30,23 +30,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
-from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import (
-    Sizes,
-    coverage,
-    fault,
+from dtensor_vocab.faults import coverage, faults_of
+from dtensor_vocab.ids import not_ignored, pick
+from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.layout import Sizes
+from dtensor_vocab.numerics import (
     log_prob,
+    masked_product,
     math_dtype,
-    merge_norm,
-    not_ignored,
-    pick,
-    prepare,
+    merge_norms,
     rebase,
     scaled,
-    weigh,
-    weigh_shift,
+    shift_times_mass,
+    to_math,
 )
+from dtensor_vocab.operators import operator
+from dtensor_vocab.row_blocks import ByRow, flat, stats_per_row
 
 __all__ = ["Softmax", "merge_at_ids", "merge_softmax", "softmax_stats"]
 
@@ -66,15 +65,16 @@ def softmax_stats(
 ) -> Tensor:
     """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, w, (t, n / N), picked.
 
-    ``vocab_start [1]`` is the shard's first column, ``sizes`` a :class:`~dtensor_vocab.rows.Sizes`.
-    ``index``, ``[*]`` or ``[*, K]``, holds ids of the whole vocabulary.
+    ``vocab_start [1]`` is the shard's first column and ``sizes`` a
+    :class:`~dtensor_vocab.layout.Sizes`. ``index``, ``[*]`` or ``[*, K]``, holds ids of the whole
+    vocabulary.
     """
     stats = _new_stats(logits, index, vocab_start, summed)
-    rows = Rows(logits)
-    if rows.count == 0:
+    by_row = ByRow(logits)
+    if by_row.count == 0:
         return stats
-    values = rows(index), rows(temperature), vocab_start[0], logits.shape[-1], sizes
-    shard = _shard_stats(*rows.logits, *values, ignore_index, summed)
+    args = by_row(index), by_row(temperature), vocab_start[0], logits.shape[-1], sizes
+    shard = _shard_stats(*by_row.logits, *args, ignore_index, summed)
     return shard.view(stats.shape)
 
 
@@ -90,27 +90,27 @@ def _new_stats(logits, index, vocab_start, summed) -> Tensor:
 
 
 @kernel
-def _shard_stats(logits, index, temperature, start, columns, sizes, ignore_index, summed):
+def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, summed):
     (logits,) = flat(logits)
-    x = prepare(logits, start, sizes)
+    x = to_math(logits, start, sizes)
     maximum = x.amax(-1, keepdim=True)
     # Selecting after the sum leaves the form that Inductor makes one pass of on GPUs.
     shifted = scaled(x - maximum, temperature)
     mass = shifted.exp()
     total = torch.where(maximum == -torch.inf, 0, mass.sum(-1, keepdim=True)).squeeze(-1)
     maximum = maximum.squeeze(-1)
-    sound = coverage(x, start, columns, sizes, temperature, index, ignore_index)
-    stats = [maximum, total, sound, weigh_shift(mass, shifted).sum(-1)]
+    covered = coverage(x, index, temperature, start, width, sizes, ignore_index)
+    stats = [maximum, total, covered, shift_times_mass(shifted, mass).sum(-1)]
     if summed:
         vocab_size = Sizes(*sizes).vocab_size
-        tokens = (vocab_size - start).clamp(0, columns)
+        tokens = (vocab_size - start).clamp(0, width)
         column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
         shifted = rebase(x, maximum.unsqueeze(-1), temperature)
         # each divided, since logits that stand for -inf are too large for a sum
         stats.append(torch.where(column < tokens, shifted / vocab_size, 0).sum(-1))
         stats.append((tokens.to(x.dtype) / vocab_size).expand(maximum.shape))
     stats = torch.stack(stats, -1)
-    return stats if index is None else torch.cat([stats, pick(logits, index, start, columns)], -1)
+    return stats if index is None else torch.cat([stats, pick(logits, index, start, width)], -1)
 
 
 # ---- merge of the shards
@@ -123,8 +123,8 @@ class Softmax(NamedTuple):
     log_sum: Tensor
     log_p: Tensor
     """At the ids."""
-    fault: Tensor
-    """``[rows, 3]``, as :func:`~dtensor_vocab.rows.fault` has it."""
+    faults: Tensor
+    """``[rows, 3]``, as :func:`~dtensor_vocab.faults.faults_of` has it."""
     entropy: Tensor
     mean_log_p: Tensor | None
 
@@ -132,16 +132,16 @@ class Softmax(NamedTuple):
 def merge_softmax(stats: Tensor, temperature: Tensor | None, summed: bool = False) -> Softmax:
     """Merges the shards' ``stats [rows, shards, S]``; for use inside a kernel."""
     m, s, w = stats[..., 0], stats[..., 1], stats[..., 3]
-    maximum, total, shift = merge_norm(m, s, temperature)
+    maximum, total, shift = merge_norms(m, s, temperature)
     log_sum, mean_log_p = total.log(), None
-    w = weigh(shift.exp(), w + s * shift).sum(-1)
+    w = masked_product(shift.exp(), w + s * shift).sum(-1)
     entropy = (log_sum - w / total).clamp_min(0)
     if summed:
         t, share = stats[..., 4], stats[..., 5]
-        mean_log_p = (t + weigh(share, shift)).sum(-1) - log_sum
+        mean_log_p = (t + masked_product(share, shift)).sum(-1) - log_sum
     picked = stats[..., 4 + 2 * summed :].sum(-2)
     log_p = log_prob(picked, maximum.unsqueeze(-1), log_sum.unsqueeze(-1), temperature)
-    return Softmax(maximum, log_sum, log_p, fault(stats[..., 2]), entropy, mean_log_p)
+    return Softmax(maximum, log_sum, log_p, faults_of(stats[..., 2]), entropy, mean_log_p)
 
 
 def merge_at_ids(
@@ -156,8 +156,9 @@ def merge_at_ids(
     Returns log p at the ids ``[rows, K]``, 0 where ignored; M, log S, the entropy and, if
     ``summed``, the mean of log p, ``[rows, 3]`` or ``[rows, 4]``; and the faults ``[rows, 3]``.
     """
-    rows = Rows(stats[0])
-    return _merge_at_ids(stats_per_row(stats), rows(index), rows(temperature), ignore_index, summed)
+    by_row = ByRow(stats[0])
+    args = by_row(index), by_row(temperature), ignore_index, summed
+    return _merge_at_ids(stats_per_row(stats), *args)
 
 
 @merge_kernel
@@ -167,4 +168,4 @@ def _merge_at_ids(stats, index, temperature, ignore_index, summed):
     merged = [softmax.maximum, softmax.log_sum, softmax.entropy]
     if softmax.mean_log_p is not None:
         merged.append(softmax.mean_log_p)
-    return log_p, torch.stack(merged, -1), softmax.fault
+    return log_p, torch.stack(merged, -1), softmax.faults

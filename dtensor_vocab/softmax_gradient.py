@@ -9,23 +9,20 @@ over the temperature, if there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import empty_grad
-from dtensor_vocab.kernel import Rows, blocks, flat, in_blocks, kernel
-from dtensor_vocab.rows import (
-    least_exponent,
-    local_ids,
-    log_prob,
-    prepare,
-    scaled,
-    sum_equal,
-    without_padding,
-)
+from dtensor_vocab._private import overload
+from dtensor_vocab.autograd import empty_grad, is_functional, overwritten
+from dtensor_vocab.ids import local_ids, sum_equal
+from dtensor_vocab.kernels import kernel
+from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
+from dtensor_vocab.operators import declared, operator
+from dtensor_vocab.row_blocks import ByRow, blocks, flat, in_blocks
 
 __all__ = ["Coefficients", "SoftmaxGradient"]
 
@@ -43,68 +40,129 @@ class Coefficients(NamedTuple):
 
 
 class SoftmaxGradient:
-    """Makes the gradient of an op from its ``coefficients(saved, index, *values)``.
+    """The gradient operators of an op, declared by its coefficients.
 
-    These are computed inside of the kernel. With several ids a row, the entries in the columns of
-    the ids are made apart and written over the kernel's result, some rows at a time.
+    As the decorator ``@SoftmaxGradient("name")`` of ``coefficients(grad, saved, [index,] sizes,
+    *options) -> Coefficients`` it registers ``name_backward`` and, if ``inplace``,
+    ``name_backward_``, which writes in place of the logits. Both take ``(grad, saved, logits,
+    [index,] temperature, vocab_start, sizes, *options)``, where ``saved [*, 2+]`` starts with M and
+    log S.
+
+    The coefficients are part of the kernel. There, per-row values are ``[rows, K]``. A float option
+    is a 0-d tensor, so that one kernel serves all its values, or None where it is 0.
     """
 
-    def __init__(self, coefficients: Callable[..., Coefficients]) -> None:
-        def at_columns(logits, saved, index, temperature, start, sizes, *values):
-            terms = coefficients(saved, index, *values)
+    def __init__(self, name: str, inplace: bool = True) -> None:
+        self._name, self._inplace = name, inplace
+
+    def __call__(self, coefficients: Callable[..., Coefficients]) -> SoftmaxGradient:
+        parameters = list(inspect.signature(coefficients, eval_str=True).parameters.values())[2:]
+        self._ids = [p for p in parameters if p.annotation is Tensor]
+        self._make_kernels(coefficients)
+        args = {
+            **dict.fromkeys(("grad", "saved", "logits"), Tensor),
+            **{p.name: Tensor for p in self._ids},
+            "temperature": Tensor | None,
+            "vocab_start": Tensor,
+            "sizes": Sequence[int],
+            **{p.name: p.annotation for p in parameters[len(self._ids) + 1 :]},
+        }
+        roles = ", ".join(["rows, rows, logits", *["rows" for _ in self._ids], "rows, start"])
+        name = f"{self._name}_backward"
+        self.backward = operator(f"{roles} -> logits")(declared(self._new, name, args, Tensor))
+        self.backward.register_fake(lambda grad, saved, logits, *_: empty_grad(logits))
+        self.backward_ = None
+        if self._inplace:
+            fn = declared(self._overwrite, f"{name}_", args, None)
+            self.backward_ = operator(f"{roles} ->", mutates="logits")(fn)
+        self.keep, self.gradients = _in_autograd(len(self._ids), self.backward, self.backward_)
+        return self
+
+    def _make_kernels(self, coefficients: Callable[..., Coefficients]) -> None:
+        def terms_of(grad, saved, index, sizes, *options):
+            ids = () if index is None else (index,)
+            return coefficients(grad, saved, *ids, sizes, *options)
+
+        def at_columns(logits, grad, saved, index, temperature, start, sizes, *options):
+            terms = terms_of(grad, saved, index, sizes, *options)
             return _at_columns(terms, *flat(logits), saved, temperature, start, sizes)
 
-        def at_ids(logits, saved, index, temperature, start, sizes, *values):
-            terms = coefficients(saved, index, *values)
-            return _at_ids(index, terms, *flat(logits), saved, temperature, start, sizes)
+        def at_ids(logits, grad, saved, index, temperature, start, sizes, *options):
+            terms = terms_of(grad, saved, index, sizes, *options)
+            return _at_ids(terms, *flat(logits), saved, index, temperature, start, sizes)
 
-        def whole(logits, saved, index, *args):
-            gradient = at_columns(logits, saved, index, *args)
+        def whole(logits, grad, saved, index, *args):
+            gradient = at_columns(logits, grad, saved, index, *args)
             if _k(index) != 1:
                 return gradient
-            column, entry = at_ids(logits, saved, index, *args)
+            column, entry = at_ids(logits, grad, saved, index, *args)
             return gradient.scatter(-1, column.long(), entry)
 
-        def overwrite(logits, saved, *args):
-            logits.copy_(at_columns(logits, saved, *args).view(logits.shape))
-            return saved  # whatever has rows: a kernel returns something
+        def whole_(logits, grad, saved, *args):
+            logits.copy_(at_columns(logits, grad, saved, *args).view(logits.shape))
+            return saved  # A kernel returns something with rows.
 
-        self._whole, self._at_ids, self._overwrite = map(kernel, (whole, at_ids, overwrite))
+        self._whole, self._at_ids, self._whole_ = map(kernel, (whole, at_ids, whole_))
 
-    def __call__(self, logits: Tensor, *args: Any) -> Tensor:
+    def _new(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> Tensor:
         """The gradient of ``logits [*, V_local]``, contiguous, in their dtype.
 
-        ``args`` are ``saved [*, 2+]``, which starts with M and log S, ``index`` or None,
-        ``temperature`` or None, ``vocab_start [1]``, ``sizes``, and the values that the
-        coefficients take.
+        With several ids per row, the entries in the columns of the ids are computed apart and
+        written over the kernel's result, some rows at a time.
         """
         if logits.numel() == 0:
             return empty_grad(logits)
-        by_rows = _by_rows(logits, *args)
-        gradient = self._whole(*by_rows)
-        if _k(by_rows[2]) > 1:
-            _write(gradient, self._entries(by_rows))
+        by_row = self._by_row(grad, saved, logits, *args)
+        gradient, k = self._whole(*by_row), _k(by_row[3])
+        if k > 1:
+            _write(gradient, (self._at_ids(*block) for block in blocks(by_row, BLOCK_IDS // k)))
         return gradient.view(logits.shape)
 
-    def overwrite(self, logits: Tensor, *args: Any) -> None:
-        """The same, in place of the logits."""
+    def _overwrite(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> None:
         if logits.numel() == 0:
             return
-        by_rows = _by_rows(logits, *args)
-        k = _k(by_rows[2])
-        entries = in_blocks(self._at_ids, by_rows, BLOCK_IDS // k) if k > 0 else None
-        self._overwrite(*by_rows)
+        by_row = self._by_row(grad, saved, logits, *args)
+        k = _k(by_row[3])
+        entries = in_blocks(self._at_ids, by_row, BLOCK_IDS // k) if k > 0 else None
+        self._whole_(*by_row)
         if entries is not None:
-            _write(by_rows[0], blocks(entries, BLOCK_IDS // k))
+            _write(by_row[0], blocks(entries, BLOCK_IDS // k))
 
-    def _entries(self, by_rows: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For some rows at a time, the columns of the ids and what is to be there."""
-        for block in blocks(by_rows, BLOCK_IDS // _k(by_rows[2])):
-            yield self._at_ids(*block)
+    def _by_row(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> list[Any]:
+        """The operator's arguments as those of the kernels, which take the logits first."""
+        index = args[0] if self._ids else None
+        temperature, vocab_start, sizes, *options = args[len(self._ids) :]
+        by_row = ByRow(logits)
+        options = [None if isinstance(x, float) and x == 0 else x for x in options]
+        rows = map(by_row, (grad, saved, index, temperature))
+        return [*by_row.logits, *rows, vocab_start[0], sizes, *options]
+
+
+def _in_autograd(
+    ids: int, backward: torch.library.CustomOpDef, backward_: torch.library.CustomOpDef | None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What :class:`~dtensor_vocab.autograd.PerToken` takes from a gradient, for a ``forward(logits,
+    [index,] temperature, vocab_start, sizes, *options, inplace_backward)``.
+    """
+    tensors = 3 + ids
+    new, overwrite = overload(backward), overload(backward_)
+
+    def keep(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Sequence[Any]:
+        *ctx.options, ctx.inplace_backward = inputs[tensors:]
+        return inputs[:tensors]
+
+    def gradients(ctx: Any, grad: Tensor, saved: Tensor, logits: Tensor, *kept: Any) -> Any:
+        args = grad, saved, logits, *kept, *ctx.options
+        if overwrite is None or not ctx.inplace_backward or is_functional():
+            return (new(*args),)
+        overwrite(*args)
+        return (overwritten(logits),)
+
+    return keep, gradients
 
 
 BLOCK_IDS = 1 << 13
-"""How many ids are worked on at once: a dozen tensors of 64 KiB."""
+"""How many ids are processed at once: a dozen tensors of 64 KiB."""
 
 
 def _k(index: Tensor | None) -> int:
@@ -114,7 +172,7 @@ def _k(index: Tensor | None) -> int:
 def _write(x: Tensor, entries: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Writes ``(column, values)``, ``[n, K]`` each, for n rows of ``x [*, V]`` after others.
 
-    (``x.scatter_`` makes an fp32 copy of bf16 on CPUs.)
+    ``x.scatter_`` would make an fp32 copy of bf16 on CPUs (seen on torch 2.13).
     """
     first = 0
     for column, values in entries:
@@ -127,30 +185,23 @@ def _write(x: Tensor, entries: Iterable[tuple[Tensor, Tensor]]) -> None:
         first += len(column)
 
 
-def _by_rows(logits, saved, index, temperature, vocab_start, sizes, *values) -> list[Any]:
-    rows = Rows(logits)
-    by_rows = [rows(value) if isinstance(value, Tensor) else value for value in values]
-    args = rows(saved), rows(index), rows(temperature), vocab_start[0], sizes
-    return [*rows.logits, *args, *by_rows]
-
-
 def _at_columns(terms, logits, saved, temperature, start, sizes) -> Tensor:
-    x = prepare(logits, start, sizes)
+    x = to_math(logits, start, sizes)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     log_p = log_prob(x, saved[..., :1], saved[..., 1:2], temperature)
-    gradient = _gradient(terms, terms.a, log_p, column, start, sizes)
+    gradient = _entry(terms, terms.a, log_p, column, start, sizes)
     return _finish(terms, gradient, saved, temperature, logits.dtype)
 
 
-def _at_ids(index, terms, logits, saved, temperature, start, sizes) -> tuple[Tensor, Tensor]:
-    """The entries in the columns of the ids, and these columns, ``[rows, K]`` both.
+def _at_ids(terms, logits, saved, index, temperature, start, sizes) -> tuple[Tensor, Tensor]:
+    """The columns of the ids and the entries there, both ``[rows, K]``.
 
-    Made apart so that no ``[rows, V_local]`` buffer is needed for them, each is rounded once, and
-    equal ids get the same. The id of another shard is clamped to a column of this one, whose entry
-    it makes anew, without a ``c`` of its own.
+    Computed apart, they need no ``[rows, V_local]`` buffer, each is rounded once, and equal ids get
+    the same entry. An id of another shard is clamped to a column of this shard and gives the entry
+    of that column again, without a ``c`` of its own.
     """
     local, owned = local_ids(index, start, logits.shape[-1])
-    x = prepare(logits.gather(-1, local), start, sizes, column=local)
+    x = to_math(logits.gather(-1, local), start, sizes, column=local)
     slope, maximum, log_sum = terms.a, saved[..., :1], saved[..., 1:2]
     c = torch.where(owned, terms.c, 0)
     if terms.at_index is None:
@@ -163,17 +214,17 @@ def _at_ids(index, terms, logits, saved, temperature, start, sizes) -> tuple[Ten
         maximum = torch.where(named, norm[..., :1], maximum)
         log_sum = torch.where(named, norm[..., 1:], log_sum)
     log_p = log_prob(x, maximum, log_sum, temperature)
-    gradient = _gradient(terms, slope, log_p, local, start, sizes)
+    gradient = _entry(terms, slope, log_p, local, start, sizes)
     values = _finish(terms, gradient + c, saved, temperature, logits.dtype)
     return local.to(torch.int32), values
 
 
-def _gradient(terms, slope, log_p, column, start, sizes) -> Tensor:
+def _entry(terms, slope, log_p, column, start, sizes) -> Tensor:
     """``p_v (a + b log p_v) + u``, 0 where p_v is exactly 0 and where u meets padding."""
     if terms.b is not None:
         slope = slope + terms.b * log_p
-    # Below it p is 0, and the slope may have overflowed. (p == 0 says the same, but then Inductor
-    # keeps p apart, in MiBs of scratch at K = 64 ids.)
+    # Below the least exponent p is 0, and the slope may have overflowed. Testing p == 0 instead
+    # makes Inductor store p, MiBs of it at K = 64 ids (seen on torch 2.13).
     gradient = torch.where(log_p < least_exponent(log_p.dtype), 0, log_p.exp() * slope)
     if terms.u is None:
         return gradient
@@ -181,7 +232,7 @@ def _gradient(terms, slope, log_p, column, start, sizes) -> Tensor:
 
 
 def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:
-    """Scaled and rounded; 0 for rows that are wholly -inf or that nothing is asked of."""
+    """Scaled and rounded; 0 for rows that are wholly -inf or have no upstream gradient."""
     live, maximum = terms.a != 0, saved[..., :1]
     for coefficient in (terms.b, terms.u):
         live = live if coefficient is None else live | (coefficient != 0)

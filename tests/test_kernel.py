@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor_vocab.kernel import kernel
+from dtensor_vocab.kernels import kernel
 from tests.ops import OP, OPS, Op, check, draw, expect, observe
 from tests.oracle import assert_values
 
@@ -62,7 +62,7 @@ def test_eager_kernels_work_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of several rows, of a row longer than a block, of rows that can't be flattened."""
-    monkeypatch.setattr("dtensor_vocab.kernel.BLOCK_ELEMENTS", 32)
+    monkeypatch.setattr("dtensor_vocab.kernels.BLOCK_LOGITS", 32)
     inputs = draw(op, rows, vocab)
     for name in op.logits if strided else ():
         dim = len(rows) - 1
@@ -187,8 +187,8 @@ class Recorded:
 
 @pytest.fixture
 def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor_vocab.kernel.BLOCK_ELEMENTS", 32)
-    monkeypatch.setattr("dtensor_vocab.kernel._warned", [])
+    monkeypatch.setattr("dtensor_vocab.kernels.BLOCK_LOGITS", 32)
+    monkeypatch.setattr("dtensor_vocab.kernels._warned", [])
 
 
 def stance(*args: Any, **options: Any) -> Callable[[], Any]:

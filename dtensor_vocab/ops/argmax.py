@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.inputs import check_logits
-from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
-from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import assert_sound, coverage, fault, math_dtype, prepare
+from dtensor_vocab.checks import check_logits
+from dtensor_vocab.faults import assert_sound, coverage, faults_of
+from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.numerics import math_dtype, to_math
+from dtensor_vocab.operators import operator
+from dtensor_vocab.row_blocks import ByRow, flat, stats_per_row
 
 __all__ = ["argmax"]
 
@@ -19,10 +22,10 @@ __all__ = ["argmax"]
 def argmax_stats(logits: Tensor, vocab_start: Tensor, sizes: Sequence[int]) -> Tensor:
     """A shard's largest logit, its id, and coverage: ``[1, *, 3]``."""
     stats = _new_stats(logits, vocab_start)
-    rows = Rows(logits)
-    if rows.count == 0:
+    by_row = ByRow(logits)
+    if by_row.count == 0:
         return stats
-    shard = _shard_stats(*rows.logits, vocab_start[0], logits.shape[-1], sizes)
+    shard = _shard_stats(*by_row.logits, vocab_start[0], logits.shape[-1], sizes)
     return shard.view(stats.shape)
 
 
@@ -37,20 +40,20 @@ def _new_stats(logits, vocab_start) -> Tensor:
 
 
 @kernel
-def _shard_stats(logits, start, columns, sizes):
-    x = prepare(*flat(logits), start, sizes)
+def _shard_stats(logits, start, width, sizes):
+    x = to_math(*flat(logits), start, sizes)
     maximum = x.amax(-1, keepdim=True)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     found = (x == maximum) | (x != x)  # which vectorizes, unlike isnan
     first = torch.where(found, column, x.shape[-1]).amin(-1) + start
-    sound = coverage(x, start, columns, sizes)
-    return torch.stack([maximum.squeeze(-1), first.to(x.dtype), sound], -1)
+    covered = coverage(x, None, None, start, width, sizes)
+    return torch.stack([maximum.squeeze(-1), first.to(x.dtype), covered], -1)
 
 
 @operator("gathered -> rows")
 def argmax_merge(stats: Tensor) -> Tensor:
     """``stats [shards, *, 3]`` to ids ``[*]``."""
-    ids, faults = _merge(stats_per_row(stats))
+    ids, faults = _merged(stats_per_row(stats))
     assert_sound("argmax", faults)
     return ids.view(stats.shape[1:-1])
 
@@ -61,11 +64,11 @@ def _(stats):
 
 
 @merge_kernel
-def _merge(stats):
-    value, ids, sound = stats.unbind(-1)
+def _merged(stats):
+    value, ids, covered = stats.unbind(-1)
     # argmax gives the first of equals, and shards hold ascending ids
     ids = ids.gather(-1, value.argmax(-1, keepdim=True)).squeeze(-1)
-    return ids.to(torch.int64), fault(sound)
+    return ids.to(torch.int64), faults_of(covered)
 
 
 def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
@@ -94,4 +97,4 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
             row; the host does not wait for it.
     """
     vocabulary = check_logits("argmax", logits, vocab_size)
-    return argmax_merge(argmax_stats(logits, *vocabulary))
+    return argmax_merge(gather_shards(argmax_stats(logits, *vocabulary)))

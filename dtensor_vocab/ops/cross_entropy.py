@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad, logits_gradient
-from dtensor_vocab.inputs import (
+from dtensor_vocab.autograd import PerToken
+from dtensor_vocab.checks import (
     check_float,
     check_ids,
     check_ignore_index,
@@ -22,9 +22,13 @@ from dtensor_vocab.inputs import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.kernel import Rows, merge_kernel
-from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import FAULTS, assert_sound, not_ignored, scaled, weigh
+from dtensor_vocab.faults import FAULTS, assert_sound
+from dtensor_vocab.ids import not_ignored
+from dtensor_vocab.kernels import merge_kernel
+from dtensor_vocab.layout import gather_shards, sum_over_ranks
+from dtensor_vocab.numerics import masked_product, scaled
+from dtensor_vocab.operators import operator
+from dtensor_vocab.row_blocks import ByRow
 from dtensor_vocab.softmax import merge_at_ids, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
@@ -50,14 +54,14 @@ def cross_entropy_merge(
     log_p, merged, faults = merge_at_ids(
         stats, target, temperature, ignore_index, label_smoothing > 0
     )
-    rows = Rows(stats[0])
+    by_row = ByRow(stats[0])
     # 0 as None: inside of a kernel a float is a tensor, whose value is not known
     loss, counts, saved = _loss(
         log_p,
         merged,
         faults,
-        rows(target),
-        rows(temperature),
+        by_row(target),
+        by_row(temperature),
         ignore_index,
         label_smoothing or None,
         z_loss or None,
@@ -127,73 +131,29 @@ def _(sums, *_):
     return sums.new_empty(sums.shape[:-1]), sums.new_empty(sums.shape[:-1])
 
 
-@operator("rows, rows, logits, rows, rows, start -> logits")
-def cross_entropy_backward(
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    ignore_index: int | None,
-    label_smoothing: float,
-    z_loss: float,
-) -> Tensor:
-    """The gradient of ``logits [*, V_local]`` for ``grad [*]``."""
-    values = grad, ignore_index, label_smoothing or None, z_loss or None, sizes[-1]
-    return _gradient(logits, saved, target, temperature, vocab_start, sizes, *values)
-
-
-@cross_entropy_backward.register_fake
-def _(grad, saved, logits, *_):
-    return empty_grad(logits)
-
-
-@operator("rows, rows, logits, rows, rows, start -> ", mutates="logits")
-def cross_entropy_backward_(
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    ignore_index: int | None,
-    label_smoothing: float,
-    z_loss: float,
-) -> None:
-    """The same, in place of the logits."""
-    values = grad, ignore_index, label_smoothing or None, z_loss or None, sizes[-1]
-    _gradient.overwrite(logits, saved, target, temperature, vocab_start, sizes, *values)
-
-
-@cross_entropy_backward_.register_fake
-def _(*_):
-    return None
-
-
-@SoftmaxGradient
+@SoftmaxGradient("cross_entropy")
 def _gradient(
+    grad: Tensor,
     saved: Tensor,
     target: Tensor,
-    grad: Tensor,
+    sizes: Sequence[int],
     ignore_index: int | None,
-    label_smoothing: Tensor | None,
-    z_loss: Tensor | None,
-    vocab_size: int,
+    label_smoothing: float,
+    z_loss: float,
 ) -> Coefficients:
     c = torch.where(not_ignored(target, ignore_index), -grad, 0)
     a = -c
     if z_loss is not None:
-        a = weigh(a, 1 + 2 * z_loss * saved[..., 2:3])
+        a = masked_product(a, 1 + 2 * z_loss * saved[..., 2:3])
     if label_smoothing is None:
         return Coefficients(a=a, c=c)
     smoothed = label_smoothing * c
-    return Coefficients(a=a, c=c - smoothed, u=smoothed / vocab_size)
+    return Coefficients(a=a, c=c - smoothed, u=smoothed / sizes[-1])
 
 
 class _CrossEntropy(PerToken):
+    function, gradient = "cross_entropy", _gradient
+
     @staticmethod
     def forward(
         logits,
@@ -208,30 +168,24 @@ class _CrossEntropy(PerToken):
         inplace_backward,
     ):
         args = logits, target, temperature, vocab_start, sizes, ignore_index
-        stats = softmax_stats(*args, summed=label_smoothing > 0)
+        stats = gather_shards(softmax_stats(*args, summed=label_smoothing > 0))
         options = sizes[-1], ignore_index, label_smoothing, z_loss, reduction == "none"
         loss, counts, saved = cross_entropy_merge(stats, target, temperature, *options)
         if reduction == "none":
             return loss, saved
-        sums = cross_entropy_sum(loss, counts, loss.dim())
+        sums = sum_over_ranks(cross_entropy_sum(loss, counts, loss.dim()))
         options = sizes[-1], ignore_index, temperature is not None, reduction == "mean"
-        total, weight = cross_entropy_reduce(sums, *options)
-        return total, weight, saved
+        return *cross_entropy_reduce(sums, *options), saved
 
     @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        tensors, (*ctx.options, _, ctx.inplace_backward) = inputs[:4], inputs[4:]
-        weight = None if len(outputs) == 2 else outputs[1]
-        PerToken.save(ctx, "cross_entropy", outputs, *tensors, weight)
+    def keep(ctx, inputs, outputs):
+        *inputs, _, inplace_backward = inputs
+        kept = _gradient.keep(ctx, (*inputs, inplace_backward), outputs)
+        return (outputs[1] if len(outputs) == 3 else None, *kept)
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, grad, *_):
-        *inputs, weight, saved = tensors
-        grad = grad if weight is None else grad * weight
-        args = grad, saved, *inputs, *ctx.options
-        grad_logits = logits_gradient(ctx, cross_entropy_backward, cross_entropy_backward_, *args)
-        return (grad_logits,)
+    def gradients(ctx, grad, saved, weight, *kept):
+        return _gradient.gradients(ctx, grad if weight is None else grad * weight, saved, *kept)
 
 
 def cross_entropy(

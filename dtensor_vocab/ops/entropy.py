@@ -10,21 +10,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad, logits_gradient
-from dtensor_vocab.inputs import check_inplace_backward, check_logits, check_temperature
-from dtensor_vocab.kernel import Rows, merge_kernel, stats_per_row
-from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import assert_sound, weigh
+from dtensor_vocab.autograd import PerToken
+from dtensor_vocab.checks import check_inplace_backward, check_logits, check_temperature
+from dtensor_vocab.faults import assert_sound
+from dtensor_vocab.kernels import merge_kernel
+from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.numerics import masked_product
+from dtensor_vocab.operators import operator
+from dtensor_vocab.row_blocks import ByRow, stats_per_row
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
-__all__ = ["entropy"]
+__all__ = ["entropy", "entropy_coefficients"]
 
 
 @operator("gathered, rows -> rows, rows")
 def entropy_merge(stats: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to H ``[*]`` and (M, log S, H) ``[*, 3]``."""
-    value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
+    value, saved, faults = _merged(stats_per_row(stats), ByRow(stats[0])(temperature))
     assert_sound("entropy", faults, temperature is not None)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 3)
@@ -37,76 +40,29 @@ def _(stats, temperature):
 
 
 @merge_kernel
-def _merge(stats, temperature):
+def _merged(stats, temperature):
     softmax = merge_softmax(stats, temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
-    return softmax.entropy, saved, softmax.fault
+    return softmax.entropy, saved, softmax.faults
 
 
-@operator("rows, rows, logits, rows, start -> logits")
-def entropy_backward(
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-) -> Tensor:
-    """The gradient of ``logits [*, V_local]`` for ``grad [*]``."""
-    return _gradient(logits, saved, None, temperature, vocab_start, sizes, grad)
-
-
-@entropy_backward.register_fake
-def _(grad, saved, logits, *_):
-    return empty_grad(logits)
-
-
-@operator("rows, rows, logits, rows, start -> ", mutates="logits")
-def entropy_backward_(
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-) -> None:
-    """The same, in place of the logits."""
-    _gradient.overwrite(logits, saved, None, temperature, vocab_start, sizes, grad)
-
-
-@entropy_backward_.register_fake
-def _(*_):
-    return None
-
-
-@SoftmaxGradient
-def _gradient(saved: Tensor, index: None, grad: Tensor) -> Coefficients:
+@SoftmaxGradient("entropy")
+def _gradient(grad: Tensor, saved: Tensor, sizes: Sequence[int]) -> Coefficients:
     return entropy_coefficients(grad, saved)
 
 
 def entropy_coefficients(grad: Tensor, saved: Tensor) -> Coefficients:
     """a and b of H; both 0 without an upstream gradient, even if H is NaN."""
-    return Coefficients(a=-weigh(grad, saved[..., 2:3]), b=-grad)
+    return Coefficients(a=-masked_product(grad, saved[..., 2:3]), b=-grad)
 
 
 class _Entropy(PerToken):
+    function, gradient = "entropy", _gradient
+
     @staticmethod
     def forward(logits, temperature, vocab_start, sizes, inplace_backward):
         stats = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
-        return entropy_merge(stats, temperature)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        *tensors, ctx.sizes, ctx.inplace_backward = inputs
-        PerToken.save(ctx, "entropy", outputs, *tensors)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, grad, _):
-        *inputs, saved = tensors
-        args = grad, saved, *inputs, ctx.sizes
-        grad_logits = logits_gradient(ctx, entropy_backward, entropy_backward_, *args)
-        return (grad_logits,)
+        return entropy_merge(gather_shards(stats), temperature)
 
 
 def entropy(

@@ -15,19 +15,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
-from dtensor_vocab.inputs import (
+from dtensor_vocab.autograd import PerToken
+from dtensor_vocab.checks import (
     check_float,
     check_logits,
     check_teacher,
     check_temperature,
     saveable,
 )
-from dtensor_vocab.kernel import Rows, kernel, merge_kernel, stats_per_row
-from dtensor_vocab.operator import operator
-from dtensor_vocab.ops.kl_div import KLDiv, kl_div_stats
-from dtensor_vocab.pair_gradient import PairGradient, gradients_of_pair, log_probs
-from dtensor_vocab.rows import assert_sound, fault, merge_norm, sum_columns
+from dtensor_vocab.faults import assert_sound, faults_of
+from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.numerics import merge_norms, sum_in_fp64
+from dtensor_vocab.operators import operator
+from dtensor_vocab.ops.kl_div import KLDiv
+from dtensor_vocab.pair import PairGradient, kl_div_stats, log_probs
+from dtensor_vocab.row_blocks import ByRow, stats_per_row
 
 __all__ = ["js_div"]
 
@@ -35,7 +38,7 @@ __all__ = ["js_div"]
 @operator("gathered, rows -> rows")
 def js_div_normalize(stats: Tensor, temperature: Tensor | None) -> Tensor:
     """``stats [shards, *, 5]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
-    norms, faults = _normalize(stats_per_row(stats), Rows(stats[0])(temperature))
+    norms, faults = _norms(stats_per_row(stats), ByRow(stats[0])(temperature))
     assert_sound("js_div", faults, temperature is not None)
     return norms.view(*stats.shape[1:-1], 4)
 
@@ -46,12 +49,12 @@ def _(stats, temperature):
 
 
 @merge_kernel
-def _normalize(stats, temperature):
-    m_s, s_s, sound, m_t, s_t = stats.unbind(-1)
-    maximum_s, total_s, _ = merge_norm(m_s, s_s, temperature)
-    maximum_t, total_t, _ = merge_norm(m_t, s_t, temperature)
+def _norms(stats, temperature):
+    m_s, s_s, covered, m_t, s_t = stats.unbind(-1)
+    maximum_s, total_s, _ = merge_norms(m_s, s_s, temperature)
+    maximum_t, total_t, _ = merge_norms(m_t, s_t, temperature)
     norms = torch.stack([maximum_s, total_s.log(), maximum_t, total_t.log()], -1)
-    return norms, fault(sound)
+    return norms, faults_of(covered)
 
 
 @operator("logits, logits, rows, rows, start -> stats")
@@ -68,9 +71,9 @@ def js_div_stats(
     stats = _new_stats(student, norms, vocab_start)
     if student.numel() == 0:
         return stats.zero_()
-    rows = Rows(student, teacher)
-    args = rows(norms), rows(temperature), vocab_start[0], sizes, beta
-    return _terms(*rows.logits, *args).view(stats.shape)
+    by_row = ByRow(student, teacher)
+    args = by_row(norms), by_row(temperature), vocab_start[0], sizes, beta
+    return _terms(*by_row.logits, *args).view(stats.shape)
 
 
 @js_div_stats.register_fake
@@ -86,7 +89,7 @@ def _new_stats(student, norms, vocab_start) -> Tensor:
 def _terms(student, teacher, norms, temperature, start, sizes, beta):
     logs = log_probs(student, teacher, norms, temperature, start, sizes)
     s, log_s_m, t, log_t_m = _ratios(*logs, beta)
-    return torch.stack([sum_columns(s * log_s_m), sum_columns(t * log_t_m)], -1)
+    return torch.stack([sum_in_fp64(s * log_s_m), sum_in_fp64(t * log_t_m)], -1)
 
 
 def _ratios(log_s: Tensor, log_t: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
@@ -111,7 +114,7 @@ def _ratios(log_s: Tensor, log_t: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
 @operator("gathered, rows -> rows, rows")
 def js_div_merge(stats: Tensor, norms: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 2]`` to the divergence ``[*]`` and (norms, both KL) ``[*, 6]``."""
-    value, saved = _merge(stats_per_row(stats), Rows(stats[0])(norms), beta)
+    value, saved = _merged(stats_per_row(stats), ByRow(stats[0])(norms), beta)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 6)
 
@@ -123,83 +126,30 @@ def _(stats, norms, beta):
 
 
 @merge_kernel
-def _merge(stats, norms, beta):
+def _merged(stats, norms, beta):
     terms = stats.sum(-2)
     saved = torch.cat([norms, terms], -1)
     return (beta * terms[..., 1] + (1 - beta) * terms[..., 0]).clamp_min(0), saved
 
 
-@operator("rows, rows, logits, logits, rows, start -> logits")
-def js_div_backward(
-    grad: Tensor,
-    saved: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    beta: float,
-    to_student: bool,
-) -> Tensor:
-    """The gradient of ``student [*, V_local]`` or of ``teacher``, for ``grad [*]``."""
-    args = grad, saved, temperature, vocab_start, sizes, beta
-    return _gradient.one(student, teacher, to_student, *args)
-
-
-@js_div_backward.register_fake
-def _(grad, saved, student, teacher, *options):
-    return empty_grad(student if options[-1] else teacher)
-
-
-@operator("rows, rows, logits, logits, rows, start -> logits, logits")
-def js_div_backward_both(
-    grad: Tensor,
-    saved: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    beta: float,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of ``student [*, V_local]`` and ``teacher``, for ``grad [*]``."""
-    args = grad, saved, temperature, vocab_start, sizes, beta
-    return _gradient.both(student, teacher, *args)
-
-
-@js_div_backward_both.register_fake
-def _(grad, saved, student, teacher, *_):
-    return empty_grad(student), empty_grad(teacher)
-
-
-@PairGradient
+@PairGradient("js_div")
 def _gradient(
-    log_p_s: Tensor, log_p_t: Tensor, grad: Tensor, saved: Tensor, beta: Tensor
+    grad: Tensor, saved: Tensor, log_s: Tensor, log_t: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
-    s, log_s_m, t, log_t_m = _ratios(log_p_s, log_p_t, beta)
+    s, log_s_m, t, log_t_m = _ratios(log_s, log_t, beta)
     to_s = (1 - beta) * grad * s * (log_s_m - saved[..., 4:5])
     return to_s, beta * grad * t * (log_t_m - saved[..., 5:6])
 
 
 class _JSDiv(PerToken):
+    function, gradient = "js_div", _gradient
+
     @staticmethod
     def forward(student, teacher, temperature, vocab_start, sizes, beta):
         stats = kl_div_stats(student, teacher, temperature, vocab_start, sizes, False)
-        norms = js_div_normalize(stats, temperature)
+        norms = js_div_normalize(gather_shards(stats), temperature)
         terms = js_div_stats(student, teacher, norms, temperature, vocab_start, sizes, beta)
-        return js_div_merge(terms, norms, beta)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        *tensors, ctx.sizes, ctx.beta = inputs
-        PerToken.save(ctx, "js_div", outputs, *tensors)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, grad, _):
-        *inputs, saved = tensors
-        args = grad, saved, *inputs, ctx.sizes, ctx.beta
-        return gradients_of_pair(ctx, js_div_backward, js_div_backward_both, *args)
+        return js_div_merge(gather_shards(terms), norms, beta)
 
 
 def js_div(

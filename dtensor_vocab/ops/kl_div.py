@@ -1,7 +1,7 @@
 """``kl_div``: KL(A || B) = Σ p_A (log p_A - log p_B), forward (A the teacher) or reverse.
 
-With m and s of both and the cross term c = Σ e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B)) of each
-shard r, and with M, S over the whole vocabulary,
+With m, s of both and the cross term c of each shard r (see :mod:`dtensor_vocab.pair`), and with M
+and S over the whole vocabulary,
 
     KL = C / S_A - log S_A + log S_B,
     C = Σ_r e^(m_Ar - M_A) (c_r + s_Ar ((m_Ar - M_A) - (m_Br - M_B)))
@@ -10,100 +10,37 @@ With a temperature, exponents and C are divided by it.
 
     dKL/da_v = p_A (log p_A - log p_B - KL),  dKL/db_v = p_B - p_A
 
-c is +inf where A has mass on a token that B masks with -inf. It is sent as c / 2^24, or
-finite masks would overflow it.
+c is +inf where A has mass on a token that B masks with -inf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
-from dtensor_vocab.inputs import (
+from dtensor_vocab.autograd import PerToken
+from dtensor_vocab.checks import (
     check_bool,
     check_logits,
     check_teacher,
     check_temperature,
     saveable,
 )
-from dtensor_vocab.kernel import Rows, flat, kernel, merge_kernel, stats_per_row
-from dtensor_vocab.operator import operator
-from dtensor_vocab.pair_gradient import PairGradient, gradients_of_pair
-from dtensor_vocab.rows import (
-    assert_sound,
-    coverage,
-    fault,
-    math_dtype,
-    merge_norm,
-    prepare,
-    rebase,
-    scaled,
-    weigh,
-)
+from dtensor_vocab.faults import assert_sound, faults_of
+from dtensor_vocab.kernels import merge_kernel
+from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.numerics import masked_product, merge_norms, rebase, scaled
+from dtensor_vocab.operators import operator
+from dtensor_vocab.pair import CROSS_SCALE, PairGradient, kl_div_stats
+from dtensor_vocab.row_blocks import ByRow, stats_per_row
 
-__all__ = ["KLDiv", "kl_div", "kl_div_stats"]
-
-
-@operator("logits, logits, rows, start -> stats")
-def kl_div_stats(
-    a: Tensor,
-    b: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    cross: bool,
-) -> Tensor:
-    """Statistics ``[1, *, S]`` of ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, (c)."""
-    stats = _new_stats(a, b, vocab_start, cross)
-    rows = Rows(a, b)
-    if rows.count == 0:
-        return stats
-    if b.shape != a.shape:  # of a DTensor with other shards: no coverage, which all ranks see
-        return stats.fill_(torch.nan)
-    args = rows(temperature), vocab_start[0], a.shape[-1], sizes, cross
-    return _shard_stats(*rows.logits, *args).view(stats.shape)
-
-
-@kl_div_stats.register_fake
-def _(a, b, temperature, vocab_start, sizes, cross):
-    return _new_stats(a, b, vocab_start, cross)
-
-
-def _new_stats(a, b, vocab_start, cross) -> Tensor:
-    return a.new_empty((vocab_start.shape[0], *a.shape[:-1], 5 + cross), dtype=math_dtype(a, b))
-
-
-@kernel
-def _shard_stats(a, b, temperature, start, columns, sizes, cross):
-    dtype = math_dtype(a, b)
-    a, b = (prepare(x, start, sizes, dtype) for x in flat(a, b))
-    maximum_a, maximum_b = a.amax(-1), b.amax(-1)
-    x = rebase(a, maximum_a.unsqueeze(-1), None)
-    y = rebase(b, maximum_b.unsqueeze(-1), None)
-    mass = scaled(x, temperature).exp()
-    sound = coverage(a, start, columns, sizes, temperature)
-    stats = [maximum_a, mass.sum(-1), sound, maximum_b, scaled(y, temperature).exp().sum(-1)]
-    if not cross:
-        return torch.stack(stats, -1)
-    # of mass that is 0 in fp32, infinite is what b alone masks
-    gap = a / 2 - b / 2  # halved, it is infinite for nothing else
-    nothing = torch.where(gap == torch.inf, gap, 0)
-    terms = torch.where(mass > 0, mass * (x - y), nothing)
-    c = terms.sum(-1, dtype=torch.float64) * SCALE
-    return torch.stack([*stats, c.to(dtype)], -1)
-
-
-SCALE = 2.0**-24
-"""Of the cross term as it is sent: one over the most columns that there may be in fp32."""
+__all__ = ["KLDiv", "kl_div"]
 
 
 @operator("gathered, rows -> rows, rows")
 def kl_div_merge(stats: Tensor, temperature: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
-    value, saved, faults = _merge(stats_per_row(stats), Rows(stats[0])(temperature))
+    value, saved, faults = _merged(stats_per_row(stats), ByRow(stats[0])(temperature))
     assert_sound(function, faults, temperature is not None)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 5)
@@ -116,88 +53,44 @@ def _(stats, *_):
 
 
 @merge_kernel
-def _merge(stats, temperature):
-    m_a, s_a, sound, m_b, s_b, c = stats.unbind(-1)
-    maximum_a, total_a, shift_a = merge_norm(m_a, s_a, temperature)
-    maximum_b, total_b, _ = merge_norm(m_b, s_b, temperature)
+def _merged(stats, temperature):
+    m_a, s_a, covered, m_b, s_b, c = stats.unbind(-1)
+    maximum_a, total_a, shift_a = merge_norms(m_a, s_a, temperature)
+    maximum_b, total_b, _ = merge_norms(m_b, s_b, temperature)
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
     shift = rebase(m_a, maximum_a.unsqueeze(-1), None) - rebase(m_b, maximum_b.unsqueeze(-1), None)
-    # "is infinite" does not pass through a product: the weight of the shard may be 0
-    cross = weigh(shift_a.exp(), c + s_a * SCALE * shift)
+    # An infinite c does not survive the product, since the weight of its shard may be 0.
+    cross = masked_product(shift_a.exp(), c + s_a * CROSS_SCALE * shift)
     cross = torch.where(c == torch.inf, c, cross).sum(-1, keepdim=True)
-    cross = scaled(cross / total_a.unsqueeze(-1) / SCALE, temperature).squeeze(-1)
+    cross = scaled(cross / total_a.unsqueeze(-1) / CROSS_SCALE, temperature).squeeze(-1)
     value = (cross - log_sum_a + log_sum_b).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
-    return value, saved, fault(sound)
+    return value, saved, faults_of(covered)
 
 
-@operator("rows, rows, logits, logits, rows, start -> logits")
-def kl_div_backward(
-    grad: Tensor,
-    saved: Tensor,
-    a: Tensor,
-    b: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    to_a: bool,
-) -> Tensor:
-    """The gradient of ``a [*, V_local]`` or of ``b``, for ``grad [*]``."""
-    return _gradient.one(a, b, to_a, grad, saved, temperature, vocab_start, sizes)
-
-
-@kl_div_backward.register_fake
-def _(grad, saved, a, b, temperature, vocab_start, sizes, to_a):
-    return empty_grad(a if to_a else b)
-
-
-@operator("rows, rows, logits, logits, rows, start -> logits, logits")
-def kl_div_backward_both(
-    grad: Tensor,
-    saved: Tensor,
-    a: Tensor,
-    b: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """The gradients of ``a [*, V_local]`` and ``b``, for ``grad [*]``, in one pass."""
-    return _gradient.both(a, b, grad, saved, temperature, vocab_start, sizes)
-
-
-@kl_div_backward_both.register_fake
-def _(grad, saved, a, b, *_):
-    return empty_grad(a), empty_grad(b)
-
-
-@PairGradient
+@PairGradient("kl_div")
 def _gradient(
-    log_p_a: Tensor, log_p_b: Tensor, grad: Tensor, saved: Tensor
+    grad: Tensor, saved: Tensor, log_p_a: Tensor, log_p_b: Tensor
 ) -> tuple[Tensor, Tensor]:
     p_a, value = log_p_a.exp(), saved[..., 4:5]
-    # log p_b may have overflowed to -inf where there is no mass; a value of NaN is to be seen
-    nothing = (p_a == 0) & (value >= 0)
-    slope = torch.where(nothing, 0, p_a * (log_p_a - log_p_b - value))
+    # log p_b may have overflowed to -inf where there is no mass. A value of NaN must be seen.
+    without_mass = (p_a == 0) & (value >= 0)
+    slope = torch.where(without_mass, 0, p_a * (log_p_a - log_p_b - value))
     return grad * slope, grad * (log_p_b.exp() - p_a)
 
 
 class KLDiv(PerToken):
+    function, gradient = "kl_div", _gradient
+
     @staticmethod
     def forward(a, b, temperature, vocab_start, sizes, function):
         stats = kl_div_stats(a, b, temperature, vocab_start, sizes, True)
-        return kl_div_merge(stats, temperature, function)
+        return kl_div_merge(gather_shards(stats), temperature, function)
 
     @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        *tensors, ctx.sizes, function = inputs
-        PerToken.save(ctx, function, outputs, *tensors)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, grad, _):
-        a, b, temperature, vocab_start, saved = tensors
-        args = grad, saved, a, b, temperature, vocab_start, ctx.sizes
-        return gradients_of_pair(ctx, kl_div_backward, kl_div_backward_both, *args)
+    def keep(ctx, inputs, outputs):
+        *inputs, ctx.function = inputs
+        return _gradient.keep(ctx, inputs, outputs)
 
 
 def kl_div(

@@ -10,20 +10,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad, logits_gradient
-from dtensor_vocab.inputs import (
+from dtensor_vocab.autograd import PerToken
+from dtensor_vocab.checks import (
     check_ids,
     check_ignore_index,
     check_inplace_backward,
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import assert_sound, not_ignored
+from dtensor_vocab.faults import assert_sound
+from dtensor_vocab.ids import not_ignored
+from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.operators import operator
 from dtensor_vocab.softmax import merge_at_ids, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
-__all__ = ["logprobs", "logprobs_backward"]
+__all__ = ["logprobs", "logprobs_gradient"]
 
 
 @operator("gathered, rows, rows -> rows, rows")
@@ -45,71 +47,21 @@ def _(stats, index, *_):
     return stats.new_empty(index.shape), stats.new_empty((*stats.shape[1:-1], 3))
 
 
-@operator("rows, rows, logits, rows, rows, start -> logits")
-def logprobs_backward(
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    index: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    ignore_index: int | None,
-) -> Tensor:
-    """The gradient of ``logits [*, V_local]`` for ``grad``, shaped as ``index``."""
-    return _gradient(logits, saved, index, temperature, vocab_start, sizes, grad, ignore_index)
-
-
-@logprobs_backward.register_fake
-def _(grad, saved, logits, *_):
-    return empty_grad(logits)
-
-
-@operator("rows, rows, logits, rows, rows, start -> ", mutates="logits")
-def logprobs_backward_(
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    index: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    ignore_index: int | None,
-) -> None:
-    """The same, in place of the logits."""
-    args = logits, saved, index, temperature, vocab_start, sizes
-    _gradient.overwrite(*args, grad, ignore_index)
-
-
-@logprobs_backward_.register_fake
-def _(*_):
-    return None
-
-
-@SoftmaxGradient
-def _gradient(saved: Tensor, index: Tensor, grad: Tensor, ignore_index: int | None) -> Coefficients:
+@SoftmaxGradient("logprobs")
+def logprobs_gradient(
+    grad: Tensor, saved: Tensor, index: Tensor, sizes: Sequence[int], ignore_index: int | None
+) -> Coefficients:
     grad = torch.where(not_ignored(index, ignore_index), grad, 0)
     return Coefficients(a=-grad.sum(-1, keepdim=True), c=grad)
 
 
 class _Logprobs(PerToken):
+    function, gradient = "logprobs", logprobs_gradient
+
     @staticmethod
     def forward(logits, index, temperature, vocab_start, sizes, ignore_index, inplace_backward):
         stats = softmax_stats(logits, index, temperature, vocab_start, sizes, ignore_index)
-        return logprobs_merge(stats, index, temperature, sizes[-1], ignore_index)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        *tensors, ctx.sizes, ctx.ignore_index, ctx.inplace_backward = inputs
-        PerToken.save(ctx, "logprobs", outputs, *tensors)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, grad, _):
-        *inputs, saved = tensors
-        args = grad, saved, *inputs, ctx.sizes, ctx.ignore_index
-        grad_logits = logits_gradient(ctx, logprobs_backward, logprobs_backward_, *args)
-        return (grad_logits,)
+        return logprobs_merge(gather_shards(stats), index, temperature, sizes[-1], ignore_index)
 
 
 def logprobs(

@@ -7,22 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import (
-    PerToken,
-    differentiable_once,
-    empty_grad,
-    logits_gradient,
-)
-from dtensor_vocab.inputs import (
+from dtensor_vocab.autograd import PerToken
+from dtensor_vocab.checks import (
     check_ids,
     check_ignore_index,
     check_inplace_backward,
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.operator import operator
+from dtensor_vocab.faults import assert_sound
+from dtensor_vocab.ids import not_ignored
+from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.entropy import entropy_coefficients
-from dtensor_vocab.rows import assert_sound, not_ignored
 from dtensor_vocab.softmax import merge_at_ids, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
@@ -39,8 +36,8 @@ def logprobs_and_entropy_merge(
 ) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to (log p, H) ``[*, K + 1]`` and (M, log S, H) ``[*, 3]``.
 
-    In one tensor, since of several that are DTensors, torch.compile hands a plain tensor to
-    backward as the gradient of one that is not used.
+    Both results are in one tensor: if one of several DTensor results is not used, compiled code
+    gives backward a plain tensor as its gradient (torch 2.11 to 2.14).
     """
     log_p, saved, faults = merge_at_ids(stats, index, temperature, ignore_index)
     assert_sound("logprobs_and_entropy", faults, temperature is not None, vocab_size, ignore_index)
@@ -55,53 +52,9 @@ def _(stats, index, *_):
     return stats.new_empty((*lead, k + 1)), stats.new_empty((*lead, 3))
 
 
-@operator("rows, rows, logits, rows, rows, start -> logits")
-def logprobs_and_entropy_backward(
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    index: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    ignore_index: int | None,
-) -> Tensor:
-    """The gradient of ``logits [*, V_local]`` for ``grad [*, K + 1]``."""
-    return _gradient(logits, saved, index, temperature, vocab_start, sizes, grad, ignore_index)
-
-
-@logprobs_and_entropy_backward.register_fake
-def _(grad, saved, logits, *_):
-    return empty_grad(logits)
-
-
-@operator("rows, rows, logits, rows, rows, start -> ", mutates="logits")
-def logprobs_and_entropy_backward_(
-    grad: Tensor,
-    saved: Tensor,
-    logits: Tensor,
-    index: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    ignore_index: int | None,
-) -> None:
-    """The same, in place of the logits."""
-    args = logits, saved, index, temperature, vocab_start, sizes
-    _gradient.overwrite(*args, grad, ignore_index)
-
-
-@logprobs_and_entropy_backward_.register_fake
-def _(*_):
-    return None
-
-
-@SoftmaxGradient
+@SoftmaxGradient("logprobs_and_entropy")
 def _gradient(
-    saved: Tensor,
-    index: Tensor,
-    grad: Tensor,
-    ignore_index: int | None,
+    grad: Tensor, saved: Tensor, index: Tensor, sizes: Sequence[int], ignore_index: int | None
 ) -> Coefficients:
     a, b, *_ = entropy_coefficients(grad[..., -1:], saved)
     c = torch.where(not_ignored(index, ignore_index), grad[..., :-1], 0)
@@ -109,23 +62,13 @@ def _gradient(
 
 
 class _LogprobsAndEntropy(PerToken):
+    function, gradient = "logprobs_and_entropy", _gradient
+
     @staticmethod
     def forward(logits, index, temperature, vocab_start, sizes, ignore_index, inplace_backward):
         stats = softmax_stats(logits, index, temperature, vocab_start, sizes, ignore_index)
-        return logprobs_and_entropy_merge(stats, index, temperature, sizes[-1], ignore_index)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        *tensors, ctx.sizes, ctx.ignore_index, ctx.inplace_backward = inputs
-        PerToken.save(ctx, "logprobs_and_entropy", outputs, *tensors)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, grad, _):
-        *inputs, saved = tensors
-        operators = logprobs_and_entropy_backward, logprobs_and_entropy_backward_
-        args = grad, saved, *inputs, ctx.sizes, ctx.ignore_index
-        return (logits_gradient(ctx, *operators, *args),)
+        options = sizes[-1], ignore_index
+        return logprobs_and_entropy_merge(gather_shards(stats), index, temperature, *options)
 
 
 def logprobs_and_entropy(

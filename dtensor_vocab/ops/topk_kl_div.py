@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once, empty_grad
-from dtensor_vocab.inputs import (
+from dtensor_vocab.autograd import PerToken
+from dtensor_vocab.checks import (
     check_bool,
     check_ids,
     check_ignore_index,
@@ -30,20 +30,13 @@ from dtensor_vocab.inputs import (
     check_temperature,
     saveable,
 )
-from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
-from dtensor_vocab.operator import operator
-from dtensor_vocab.rows import (
-    assert_sound,
-    coverage,
-    local_ids,
-    math_dtype,
-    merge_norm,
-    not_ignored,
-    prepare,
-    rebase,
-    scaled,
-    sum_equal,
-)
+from dtensor_vocab.faults import assert_sound, coverage
+from dtensor_vocab.ids import local_ids, not_ignored, sum_equal
+from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.numerics import math_dtype, merge_norms, rebase, scaled, to_math
+from dtensor_vocab.operators import operator
+from dtensor_vocab.row_blocks import ByRow, flat, in_blocks, stats_per_row
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
@@ -61,11 +54,11 @@ def topk_kl_div_stats(
 ) -> Tensor:
     """m and s over a shard's tail, then as of ``softmax_stats``: ``[1, *, 6 + K]``."""
     stats = _new_stats(student, ids, vocab_start)
-    rows = Rows(student)
-    if rows.count == 0:
+    by_row = ByRow(student)
+    if by_row.count == 0:
         return stats
-    values = rows(ids), rows(temperature), vocab_start[0], student.shape[-1], sizes
-    args = *rows.logits, *values, ignore_index
+    values = by_row(ids), by_row(temperature), vocab_start[0], student.shape[-1], sizes
+    args = *by_row.logits, *values, ignore_index
     shard = in_blocks(_shard_stats, args, BLOCK_LOGITS // args[0].shape[-1])
     return shard.view(stats.shape)
 
@@ -85,27 +78,27 @@ BLOCK_LOGITS = 1 << 21
 
 
 @kernel
-def _shard_stats(x, ids, temperature, start, columns, sizes, ignore_index):
+def _shard_stats(x, ids, temperature, start, width, sizes, ignore_index):
     (x,) = flat(x)
-    local, owned = local_ids(ids, start, columns)
+    local, owned = local_ids(ids, start, width)
     owned = owned & not_ignored(ids, ignore_index)
     (count,) = sum_equal(local, owned.to(math_dtype(x)))
     named = x.gather(-1, local)
     tail = x.scatter(-1, local, torch.where(count > 0, -torch.inf, named))
-    tail = prepare(tail, start, sizes)
+    tail = to_math(tail, start, sizes)
     m_tail = tail.amax(-1)
     s_tail = rebase(tail, m_tail.unsqueeze(-1), temperature).exp().sum(-1)
 
-    named = prepare(named, start, sizes, column=local)
+    named = to_math(named, start, sizes, column=local)
     named = torch.where(owned, named, -torch.inf)
     maximum = torch.cat([m_tail.unsqueeze(-1), named], -1).amax(-1)
     top = maximum.unsqueeze(-1)
     mass = rebase(named, top, temperature).exp() / count.clamp_min(1)  # each token once
     weight = rebase(m_tail.unsqueeze(-1), top, temperature).exp().squeeze(-1)
     total = mass.sum(-1) + weight * s_tail
-    sound = coverage(named, start, columns, sizes, temperature, ids, ignore_index)
+    covered = coverage(named, ids, temperature, start, width, sizes, ignore_index)
     unused = torch.zeros_like(total)  # the sum for the entropy
-    stats = torch.stack([m_tail, s_tail, maximum, total, sound, unused], -1)
+    stats = torch.stack([m_tail, s_tail, maximum, total, covered, unused], -1)
     return torch.cat([stats, torch.where(owned, named, 0)], -1)
 
 
@@ -124,10 +117,10 @@ def topk_kl_div_merge(
     what the student's gradient needs, ``[*, 6 + K]``: (M, log S) of the tail and of the vocabulary,
     the coefficient a for either, and c_k.
     """
-    by_row = Rows(stats[0])
+    by_row = ByRow(stats[0])
     values = by_row(teacher_logprobs), by_row(ids), by_row(temperature)
     options = ignore_index, reverse, tail
-    value, slopes, saved, faults = _merge(stats_per_row(stats), *values, *options)
+    value, slopes, saved, faults = _merged(stats_per_row(stats), *values, *options)
     assert_sound("topk_kl_div", faults, temperature is not None, vocab_size, ignore_index)
     lead = stats.shape[1:-1]
     slopes = slopes.view(teacher_logprobs.shape)
@@ -141,7 +134,7 @@ def _(stats, teacher_logprobs, *_):
 
 
 @merge_kernel
-def _merge(stats, log_q, ids, temperature, ignore_index, reverse, tail):
+def _merged(stats, log_q, ids, temperature, ignore_index, reverse, tail):
     softmax = merge_softmax(stats[..., 2:] if tail else stats, temperature)
     norm = torch.stack([softmax.maximum, softmax.log_sum], -1)
     named = not_ignored(ids, ignore_index)
@@ -159,7 +152,7 @@ def _merge(stats, log_q, ids, temperature, ignore_index, reverse, tail):
     off = (value == torch.inf) | (norm[..., :1] == -torch.inf)
     slopes, slope_q = torch.where(off, 0, slopes), torch.where(off, 0, slope_q)
     saved = torch.cat([norm_tail, norm, slopes], -1)
-    return value.squeeze(-1), slope_q, saved, softmax.fault
+    return value.squeeze(-1), slope_q, saved, softmax.faults
 
 
 class _Tail(NamedTuple):
@@ -186,7 +179,7 @@ TAIL_NOISE = 8
 
 
 def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
-    maximum, total, _ = merge_norm(stats[..., 0], stats[..., 1], temperature)
+    maximum, total, _ = merge_norms(stats[..., 0], stats[..., 1], temperature)
     maximum, log_sum = maximum.unsqueeze(-1), total.log().unsqueeze(-1)
     log_p = scaled(maximum - norm[..., :1], temperature) + (log_sum - norm[..., 1:])
 
@@ -219,28 +212,10 @@ def _divergence(log_p: Tensor, log_q: Tensor, reverse: bool) -> tuple[Tensor, Te
     return (value, slope_a, -mass) if reverse else (value, -mass, slope_a)
 
 
-@operator("rows, rows, logits, rows, rows, start -> logits")
-def topk_kl_div_backward(
-    grad: Tensor,
-    saved: Tensor,
-    student: Tensor,
-    ids: Tensor,
-    temperature: Tensor | None,
-    vocab_start: Tensor,
-    sizes: Sequence[int],
-    ignore_index: int | None,
-) -> Tensor:
-    """The gradient of ``student [*, V_local]`` for ``grad [*]``."""
-    return _gradient(student, saved, ids, temperature, vocab_start, sizes, grad, ignore_index)
-
-
-@topk_kl_div_backward.register_fake
-def _(grad, saved, student, *_):
-    return empty_grad(student)
-
-
-@SoftmaxGradient
-def _gradient(saved: Tensor, ids: Tensor, grad: Tensor, ignore_index: int | None) -> Coefficients:
+@SoftmaxGradient("topk_kl_div", inplace=False)
+def _gradient(
+    grad: Tensor, saved: Tensor, ids: Tensor, sizes: Sequence[int], ignore_index: int | None
+) -> Coefficients:
     slopes = saved[..., 4:]
     terms = _chain(grad, slopes)
     at_index = terms[..., 1:2], saved[..., 2:4], not_ignored(ids, ignore_index)
@@ -253,30 +228,29 @@ def _chain(grad: Tensor, slopes: Tensor) -> Tensor:
 
 
 class _TopkKLDiv(PerToken):
+    function, gradient = "topk_kl_div", _gradient
+
     @staticmethod
     def forward(
         student, teacher_logprobs, ids, temperature, vocab_start, sizes, ignore_index, reverse, tail
     ):
         stats = topk_kl_div_stats if tail else softmax_stats
-        stats = stats(student, ids, temperature, vocab_start, sizes, ignore_index)
+        stats = gather_shards(stats(student, ids, temperature, vocab_start, sizes, ignore_index))
         options = sizes[-1], ignore_index, reverse, tail
         return topk_kl_div_merge(stats, teacher_logprobs, ids, temperature, *options)
 
     @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        student, teacher, ids, temperature, vocab_start, ctx.sizes, ctx.ignore_index, *_ = inputs
-        ctx.teacher_dtype = teacher.dtype
+    def keep(ctx, inputs, outputs):
+        student, teacher_logprobs, *inputs, _, _ = inputs
+        ctx.teacher_dtype = teacher_logprobs.dtype
         slopes = outputs[1] if ctx.needs_input_grad[1] else None
-        inputs = student, ids, temperature, vocab_start, slopes
-        PerToken.save(ctx, "topk_kl_div", outputs, *inputs)
+        return slopes, *_gradient.keep(ctx, (student, *inputs, False), outputs)
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, grad, *_):
-        *inputs, slopes, saved = tensors
+    def gradients(ctx, grad, saved, slopes, *kept):
         to_student = to_teacher = None
         if ctx.needs_input_grad[0]:
-            to_student = topk_kl_div_backward(grad, saved, *inputs, ctx.sizes, ctx.ignore_index)
+            (to_student,) = _gradient.gradients(ctx, grad, saved, *kept)
         if ctx.needs_input_grad[1]:
             to_teacher = _chain(grad.unsqueeze(-1), slopes).to(ctx.teacher_dtype)
         return to_student, to_teacher

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.autograd import PerToken, differentiable_once
-from dtensor_vocab.inputs import check_k, check_logits, check_temperature
-from dtensor_vocab.kernel import Rows, flat, in_blocks, kernel, merge_kernel, stats_per_row
-from dtensor_vocab.operator import operator
-from dtensor_vocab.ops.logprobs import logprobs_backward
-from dtensor_vocab.rows import assert_sound, log_prob, without_padding
+from dtensor_vocab.autograd import PerToken
+from dtensor_vocab.checks import check_k, check_logits, check_temperature
+from dtensor_vocab.faults import assert_sound
+from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.numerics import log_prob, without_padding
+from dtensor_vocab.operators import operator
+from dtensor_vocab.ops.logprobs import logprobs_gradient
+from dtensor_vocab.row_blocks import ByRow, flat, in_blocks, stats_per_row
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
 
 __all__ = ["topk_logprobs"]
@@ -43,7 +46,7 @@ def topk_logprobs_stats(
     if logits.numel() > 0 and k > 0:
         n = logits.shape[-1]
         found = min(k, n)
-        args = *Rows(logits).logits, vocab_start[0], sizes, found
+        args = *ByRow(logits).logits, vocab_start[0], sizes, found
         largest, columns = in_blocks(_largest, args, BLOCK_LOGITS // n)
         values[..., :found] = largest.view(*logits.shape[:-1], found)
         ids[..., :found] = (columns + vocab_start).view(*logits.shape[:-1], found)
@@ -115,8 +118,8 @@ def topk_logprobs_merge(
     stats: Tensor, temperature: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``stats [shards, *, S]`` to log p and ids ``[*, K]`` and (M, log S) ``[*, 2]``."""
-    rows = Rows(stats[0])
-    log_p, ids, saved, faults = _merge(stats_per_row(stats), rows(temperature), k)
+    temperatures = ByRow(stats[0])(temperature)
+    log_p, ids, saved, faults = _merged(stats_per_row(stats), temperatures, k)
     assert_sound("topk_logprobs", faults, temperature is not None)
     lead = stats.shape[1:-1]
     return log_p.view(*lead, k), ids.view(*lead, k), saved.view(*lead, 2)
@@ -130,32 +133,29 @@ def _(stats, temperature, k):
 
 
 @merge_kernel
-def _merge(stats, temperature, k):
+def _merged(stats, temperature, k):
     softmax = merge_softmax(stats[..., :4], temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
     values, ids = _ordered(stats[..., 4 : 4 + k].flatten(-2), stats[..., 4 + k :].flatten(-2))
     values, ids = values[..., :k], ids[..., :k].to(torch.int64)
     log_p = log_prob(values, saved[..., :1], saved[..., 1:], temperature)
-    return log_p, ids, saved, softmax.fault
+    return log_p, ids, saved, softmax.faults
 
 
 class _TopkLogprobs(PerToken):
+    function, gradient = "topk_logprobs", logprobs_gradient
+
     @staticmethod
     def forward(logits, temperature, vocab_start, sizes, k):
         stats = topk_logprobs_stats(logits, temperature, vocab_start, sizes, k)
-        log_p, ids, saved = topk_logprobs_merge(stats, temperature, k)
-        return log_p, ids, ids.int(), saved  # not the ids that the caller may edit
+        log_p, ids, saved = topk_logprobs_merge(gather_shards(stats), temperature, k)
+        return log_p, ids, ids.int(), saved  # for backward, not the ids that the caller may edit
 
     @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        logits, temperature, vocab_start, ctx.sizes, _ = inputs
-        PerToken.save(ctx, "topk_logprobs", outputs, logits, outputs[2], temperature, vocab_start)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors, grad, *_):
-        *inputs, saved = tensors
-        return (logprobs_backward(grad, saved, *inputs, ctx.sizes, None),)
+    def keep(ctx, inputs, outputs):
+        logits, *inputs, _ = inputs
+        options = None, False  # ignore_index, inplace_backward
+        return logprobs_gradient.keep(ctx, (logits, outputs[2], *inputs, *options), outputs)
 
 
 def topk_logprobs(

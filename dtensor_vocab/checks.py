@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_vocab.rows import Sizes
+from dtensor_vocab.layout import Vocabulary, local_tensor, place_vocabulary, shards_vocab
 
 __all__ = [
-    "Vocabulary",
     "check_bool",
     "check_float",
     "check_ids",
@@ -35,14 +33,6 @@ __all__ = [
 
 MAX_COLUMNS = 1 << 24
 LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Vocabulary(NamedTuple):
-    """How the columns of the logits lie: arguments that the operators take together."""
-
-    start: Tensor
-    """``[shards]``, the first column of each shard; a DTensor where the logits are."""
-    sizes: Sizes
 
 
 def check_logits(
@@ -63,21 +53,7 @@ def check_logits(
             f"{function}: expected 0 < vocab_size <= {columns}, the columns of {name}, "
             f"got {vocab_size}"
         )
-    if not isinstance(logits, DTensor):
-        start = torch.zeros(1, dtype=torch.int64, device=logits.device)
-        return Vocabulary(start, Sizes(columns, columns, vocab_size))
-
-    mesh = logits.device_mesh
-    shards = 1 if vocab_dim is None else mesh.size(vocab_dim)
-    coordinate = mesh.get_coordinate()  # None on a rank outside of the mesh
-    rank = 0 if vocab_dim is None or coordinate is None else coordinate[vocab_dim]
-    shard_size = -(-columns // shards)
-    start = torch.full((1,), rank * shard_size, dtype=torch.int64, device=logits.device)
-    placements = [Shard(0) if i == vocab_dim else Replicate() for i in range(mesh.ndim)]
-    start = DTensor.from_local(
-        start, mesh, placements, run_check=False, shape=torch.Size((shards,)), stride=(1,)
-    )
-    return Vocabulary(start, Sizes(columns, shard_size, vocab_size))
+    return place_vocabulary(logits, vocab_dim, columns, vocab_size)
 
 
 def _check_one(function: str, logits: Tensor, name: str) -> int | None:
@@ -108,7 +84,7 @@ def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
             cure = "redistribute what is Partial to Shard(-1) or Replicate()"
         elif not isinstance(placement, Shard):
             cure = f"redistribute {placement} to Shard or Replicate()"
-        elif not _shards_vocab(placement, logits):
+        elif not shards_vocab(placement, logits):
             continue
         elif found is not None:
             cure = "redistribute one of the two mesh dims of the vocabulary to Replicate()"
@@ -121,10 +97,6 @@ def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
             f"{tuple(logits.placements)} on {logits.device_mesh}; {cure}"
         )
     return found
-
-
-def _shards_vocab(placement: Placement, logits: Tensor) -> bool:
-    return isinstance(placement, Shard) and placement.dim % logits.dim() == logits.dim() - 1
 
 
 def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
@@ -162,7 +134,7 @@ def saveable(x: Tensor) -> Tensor:
     """
     if not _is_inference(x):
         return x
-    local = _local(x)
+    local = local_tensor(x)
     if type(local) is not Tensor:  # a subclass has its memory elsewhere
         return x.clone()
     alias = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -180,14 +152,7 @@ def _is_inference(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
-    return x.is_inference() or _local(x).is_inference()
-
-
-def _local(x: Tensor) -> Tensor:
-    if not isinstance(x, DTensor):
-        return x
-    with torch.no_grad():
-        return x.to_local()
+    return x.is_inference() or local_tensor(x).is_inference()
 
 
 K_AXIS = ((), ("K",))
@@ -317,7 +282,7 @@ def check_row_values(
     """
     single = one_for_all and values.dim() == 0
     by_rows = isinstance(logits, DTensor) and any(
-        p.is_shard() and not _shards_vocab(p, logits) for p in logits.placements
+        p.is_shard() and not shards_vocab(p, logits) for p in logits.placements
     )
     if by_rows and not single and not isinstance(values, DTensor):
         raise ValueError(
@@ -355,7 +320,7 @@ def check_row_values(
             f"{function}: expected {name} on the mesh of the logits, {logits.device_mesh}, "
             f"got {values.device_mesh}"
         )
-    wanted = [Replicate() if single or _shards_vocab(p, logits) else p for p in logits.placements]
+    wanted = [Replicate() if single or shards_vocab(p, logits) else p for p in logits.placements]
     # here, once, or each operator that takes them would
     return values if values.placements == tuple(wanted) else values.redistribute(placements=wanted)
 

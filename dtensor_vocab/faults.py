@@ -1,0 +1,95 @@
+"""Wrong values that only the device sees: found on a shard, sent with its statistics, asserted.
+
+A shard marks a faulty row in its *coverage*, one number per row that travels with the statistics.
+After the collective every rank therefore finds the same faults and raises the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtensor_vocab._private import assert_async
+from dtensor_vocab.ids import not_ignored
+
+__all__ = ["FAULTS", "assert_sound", "coverage", "faults_of"]
+
+
+def coverage(
+    x: Tensor,
+    index: Tensor | None,
+    temperature: Tensor | None,
+    start: Tensor,
+    width: int,
+    sizes: Sequence[int],
+    ignore_index: int | None = None,
+) -> Tensor:
+    """How many columns this shard, of ``width`` columns, believes there are, for each row of ``x``.
+
+    Shards that agree on it, and have the width that it gives them, cover the vocabulary exactly
+    once. It is NaN if the shard has another width, -inf if an id of the row is out of range, and
+    +inf if its temperature is not positive and finite.
+    """
+    columns, shard_size, vocab_size = sizes
+    expected = (columns - start).clamp(0, shard_size)
+    number = torch.where(expected == width, x.new_full((), columns), torch.nan)
+    number = number.expand(x.shape[:-1])
+    if index is not None:
+        in_range = (index >= 0) & (index < vocab_size)
+        bad = not_ignored(index, ignore_index) & ~in_range
+        number = torch.where(bad.any(-1), -torch.inf, number)
+    if temperature is not None:
+        bad = ~((temperature > 0) & (temperature < torch.inf))
+        number = torch.where(bad.any(-1) if bad.dim() else bad, torch.inf, number)
+    return number
+
+
+FAULTS = 3
+"""Kinds of faults that a row may have, in the order of :func:`faults_of`."""
+
+
+def faults_of(covered: Tensor) -> Tensor:
+    """The faults that the shards' ``coverage [rows, shards]`` shows in each row, ``[rows, 3]``.
+
+    They are an id out of range, shards that do not fit together, and a temperature that is not
+    positive and finite.
+    """
+    bad_id = (covered == -torch.inf).any(-1)
+    bad_temperature = (covered == torch.inf).any(-1)
+    misfit = (covered != covered[..., :1]).any(-1) & ~bad_id & ~bad_temperature
+    return torch.stack([bad_id, misfit, bad_temperature], -1)
+
+
+def assert_sound(
+    function: str,
+    faults: Tensor,
+    tempered: bool = False,
+    vocab_size: int | None = None,
+    ignore_index: int | None = None,
+) -> None:
+    """Asserts on the device, without the host waiting, that no row of ``faults [*, 3]`` has one.
+
+    ``tempered`` tells whether the rows have a temperature. Ops that take ids give ``vocab_size``.
+    """
+    bad_id, misfit, bad_temperature = faults.flatten(0, -2).any(0).unbind()
+    if vocab_size is not None:
+        ignored = "" if ignore_index is None else f" or id == ignore_index ({ignore_index})"
+        assert_async(
+            ~bad_id,
+            f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, "
+            "got one out of range on at least one rank",
+        )
+    if tempered:
+        assert_async(
+            ~bad_temperature,
+            f"{function}: expected 0 < temperature < inf in every row, got another on at least "
+            "one rank",
+        )
+    assert_async(
+        ~misfit,
+        f"{function}: expected each rank to hold the torch.chunk share of one number of columns, "
+        "got shards that do not fit together; where they are uneven, DTensor.from_local needs the "
+        "global shape= and stride=",
+    )

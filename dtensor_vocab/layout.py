@@ -1,0 +1,177 @@
+"""Where tensors lie on a mesh: the vocabulary, the role of a tensor, the two collectives.
+
+Each tensor of an operator has a role, and each mesh dim places all roles together:
+
+================  ===================  ======================  =============================
+role              tensor               mesh dim that shards V  mesh dim that shards dim ``d``
+================  ===================  ======================  =============================
+``logits``        ``[*, V]``           ``Shard(-1)``           ``Shard(d)``
+``rows``          ``[*]``, ``[*, K]``  ``Replicate()``         ``Shard(d)``
+``stats``         ``[shards, *, S]``   ``Shard(0)``            ``Shard(d + 1)``
+``gathered``      ``[shards, *, S]``   ``Replicate()``         ``Shard(d + 1)``
+``start``         ``[shards]``         ``Shard(0)``            ``Replicate()``
+``sums``          ``[S]``              ``Replicate()``         ``Partial()``
+``total``         ``[S]``, ``[]``      ``Replicate()``         ``Replicate()``
+================  ===================  ======================  =============================
+
+A mesh dim that shards nothing replicates all of them. Among the rows, a 0-d tensor is one value for
+all rows. :func:`gather_shards` turns ``stats`` into ``gathered`` and :func:`sum_over_ranks` turns
+``sums`` into ``total``. The package communicates nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from dtensor_vocab._private import DTensorSpec
+
+__all__ = [
+    "Sizes",
+    "Vocabulary",
+    "gather_shards",
+    "has_all_lead_dims",
+    "local_tensor",
+    "place_vocabulary",
+    "placements_of",
+    "shards_vocab",
+    "sum_over_ranks",
+]
+
+
+# ---- the vocabulary
+
+
+class Sizes(NamedTuple):
+    """Sizes of the whole vocabulary. Operators take it as a list."""
+
+    columns: int
+    """Columns of the logits, over all shards."""
+    shard: int
+    """Columns of a full shard."""
+    vocab_size: int
+    """Columns that are tokens; the rest is padding."""
+
+
+class Vocabulary(NamedTuple):
+    """How the columns of the logits lie. Operators take the two fields as arguments."""
+
+    start: Tensor
+    """``[shards]``, the first column of each shard; a DTensor where the logits are."""
+    sizes: Sizes
+
+
+def place_vocabulary(
+    logits: Tensor, mesh_dim: int | None, columns: int, vocab_size: int
+) -> Vocabulary:
+    """The vocabulary of ``logits [*, columns]``, which ``mesh_dim`` shards, or no mesh dim."""
+    if not isinstance(logits, DTensor):
+        start = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        return Vocabulary(start, Sizes(columns, columns, vocab_size))
+    mesh = logits.device_mesh
+    shards = 1 if mesh_dim is None else mesh.size(mesh_dim)
+    coordinate = mesh.get_coordinate()  # None on a rank outside of the mesh
+    rank = 0 if mesh_dim is None or coordinate is None else coordinate[mesh_dim]
+    shard_size = -(-columns // shards)
+    start = torch.full((1,), rank * shard_size, dtype=torch.int64, device=logits.device)
+    placements = [Shard(0) if i == mesh_dim else Replicate() for i in range(mesh.ndim)]
+    start = DTensor.from_local(
+        start, mesh, placements, run_check=False, shape=torch.Size((shards,)), stride=(1,)
+    )
+    return Vocabulary(start, Sizes(columns, shard_size, vocab_size))
+
+
+def shards_vocab(placement: Placement, logits: Tensor) -> bool:
+    return isinstance(placement, Shard) and placement.dim % logits.dim() == logits.dim() - 1
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """What this rank holds of ``x``, which need not be a DTensor."""
+    if not isinstance(x, DTensor):
+        return x
+    with torch.no_grad():
+        return x.to_local()
+
+
+# ---- the collectives
+
+
+def gather_shards(stats: Tensor) -> Tensor:
+    """``stats [shards, *, S]`` with all shards on every rank: an all-gather over the vocabulary's
+    mesh dim, none where V is not sharded.
+    """
+    if not isinstance(stats, DTensor):
+        return stats
+    placements = [Replicate() if p.is_shard(0) else p for p in stats.placements]
+    return stats.redistribute(placements=placements)
+
+
+def sum_over_ranks(sums: Tensor) -> Tensor:
+    """``sums [S]`` over the rows of all ranks: an all-reduce over the mesh dims that shard rows."""
+    if not isinstance(sums, DTensor):
+        return sums
+    return sums.redistribute(placements=[Replicate()] * sums.device_mesh.ndim)
+
+
+# ---- roles and placements
+
+_VOCAB = -1
+"""Stands for the vocabulary where a mesh dim is said to shard dim ``d`` of the logits."""
+
+
+def has_all_lead_dims(role: str | None) -> bool:
+    """Whether a tensor of this role has all dims of the logits but the vocabulary."""
+    return role in ("logits", "stats", "gathered")
+
+
+def placements_of(
+    inputs: Sequence[str], specs: Sequence[DTensorSpec | None], outputs: Sequence[str]
+) -> tuple[list[tuple[Placement, ...] | None], list[tuple[Placement, ...]]]:
+    """The placements that an operator's inputs must have and that its outputs get.
+
+    ``inputs`` and ``outputs`` are roles. ``specs`` say where the inputs lie now, None for one that
+    is left out.
+    """
+    given = list(zip(inputs, specs, strict=True))
+    there = [(role, spec) for role, spec in given if spec is not None]
+    telling = next((pair for pair in there if has_all_lead_dims(pair[0])), there[0])
+    dims, ndim = _sharded_dims(*telling)
+    wanted = [
+        None if spec is None else tuple(_placement(role, dim, spec.ndim) for dim in dims)
+        for role, spec in given
+    ]
+    return wanted, [tuple(_placement(role, dim, ndim) for dim in dims) for role in outputs]
+
+
+def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
+    """For each mesh dim the dim of the logits that it shards, or None; the logits' ``ndim``."""
+    if role == "total":
+        return [None] * len(spec.placements), 0
+    shift = 1 if role in ("stats", "gathered") else 0
+    ndim = spec.ndim - shift
+    vocab = ndim - 1 if role == "logits" else -1
+    dims = [p.dim - shift if isinstance(p, Shard) else None for p in spec.placements]
+    return [_VOCAB if dim == vocab else dim for dim in dims], ndim
+
+
+def _placement(role: str, dim: int | None, ndim: int) -> Placement:
+    """Where a mesh dim that shards ``dim`` of the logits has a tensor of this role."""
+    over_vocab = dim == _VOCAB
+    if dim is None or role == "total":
+        return Replicate()
+    if role == "logits":
+        return Shard(ndim - 1 if over_vocab else dim)
+    if role == "stats" or (role == "gathered" and not over_vocab):
+        return Shard(dim + 1)
+    if role == "start":
+        return Shard(0) if over_vocab else Replicate()
+    if over_vocab or role == "gathered":
+        return Replicate()
+    if role == "sums":
+        return Partial()
+    return Replicate() if ndim == 0 else Shard(dim)

@@ -1,0 +1,112 @@
+"""Arithmetic on rows that the kernels share: precision, padding, shifted exponents, sums.
+
+Pure functions to be used inside kernels. ``x`` is ``[rows, V_local]``, ``start`` (0-d) the first
+column of the shard, ``sizes`` a :class:`~dtensor_vocab.layout.Sizes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "least_exponent",
+    "log_prob",
+    "masked_product",
+    "math_dtype",
+    "merge_norms",
+    "rebase",
+    "scaled",
+    "shift_times_mass",
+    "sum_in_fp64",
+    "to_math",
+    "without_padding",
+]
+
+
+def math_dtype(*logits: Tensor) -> torch.dtype:
+    """The dtype that results for these logits are computed and returned in."""
+    double = any(x.dtype == torch.float64 for x in logits)
+    return torch.float64 if double else torch.float32
+
+
+def to_math(
+    x: Tensor,
+    start: Tensor,
+    sizes: Sequence[int],
+    dtype: torch.dtype | None = None,
+    column: Tensor | None = None,
+) -> Tensor:
+    """The logits in the dtype of the math, with -inf in place of padding.
+
+    ``column`` tells which columns ``x`` holds, if not all.
+    """
+    x = x.to(dtype or math_dtype(x))
+    return without_padding(x, -torch.inf, start, sizes, column)
+
+
+def without_padding(
+    x: Tensor, filler: float, start: Tensor, sizes: Sequence[int], column: Tensor | None = None
+) -> Tensor:
+    """``x`` with ``filler`` in place of the columns from ``vocab_size`` on."""
+    columns, _, vocab_size = sizes
+    # Not "==": a guard that two sizes are equal makes one symbol of them, and Inductor then emits
+    # code that still uses the other (seen on torch 2.13).
+    if not vocab_size < columns:
+        return x
+    if column is None:
+        column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+    return torch.where(column < vocab_size - start, x, filler)
+
+
+def scaled(x: Tensor, temperature: Tensor | None) -> Tensor:
+    """``x / temperature``.
+
+    For differences of logits only: dividing the logits themselves would round away the digits that
+    a large common offset leaves them.
+    """
+    return x if temperature is None else x / temperature.to(x.dtype)
+
+
+def rebase(x: Tensor, maximum: Tensor, temperature: Tensor | None) -> Tensor:
+    """``(x - maximum) / temperature``, with -inf - (-inf) taken as -inf instead of NaN."""
+    return scaled(x - torch.where(maximum == -torch.inf, 0, maximum), temperature)
+
+
+def log_prob(x: Tensor, maximum: Tensor, log_sum: Tensor, temperature: Tensor | None) -> Tensor:
+    """``log p = (x - M) / T - log S``."""
+    return scaled(x - maximum, temperature) - log_sum
+
+
+def merge_norms(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """M and S of ``m, s [rows, shards]``, and (m - M) / T: -inf for a shard without mass."""
+    maximum = m.amax(-1)
+    shift = rebase(m, maximum.unsqueeze(-1), temperature)
+    return maximum, (shift.exp() * s).sum(-1), shift
+
+
+def shift_times_mass(shift: Tensor, mass: Tensor) -> Tensor:
+    """``shift * mass`` for ``mass = exp(shift)``, 0 where the shift is too low to leave any mass.
+
+    It takes one instruction less than :func:`masked_product`.
+    """
+    return mass * shift.clamp_min(least_exponent(shift.dtype))
+
+
+def least_exponent(dtype: torch.dtype) -> float:
+    """A number below which the exponential is 0."""
+    finfo = torch.finfo(dtype)
+    return math.log(finfo.tiny * finfo.eps) - 1
+
+
+def masked_product(weight: Tensor, x: Tensor) -> Tensor:
+    """``weight * x``, 0 where the weight is 0, though ``x`` may be NaN or have overflowed."""
+    return torch.where(weight == 0, 0, weight * x)
+
+
+def sum_in_fp64(terms: Tensor) -> Tensor:
+    """The sum of each row, added up in fp64: a loop over 1e5 terms in fp32 would lose a digit."""
+    return terms.sum(-1, dtype=torch.float64).to(terms.dtype)

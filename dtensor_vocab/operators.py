@@ -1,0 +1,153 @@
+"""Registers the custom operators: the local function, its placements, its place in autograd.
+
+An operator works on local tensors. A *signature* such as ``"logits, rows, start -> stats"`` names
+the role of each tensor argument and output, and :mod:`~dtensor_vocab.layout` says how each role is
+placed on a mesh. DTensor redistributes an argument that is placed otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtensor_vocab._private import (
+    non_view,
+    register_placements,
+    run_without_dynamo,
+    tensor_arguments,
+)
+from dtensor_vocab.layout import has_all_lead_dims, placements_of
+
+__all__ = ["declared", "operator"]
+
+
+def operator(
+    signature: str, mutates: str = ""
+) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+    """Registers a function as ``torch.ops.dtensor_vocab.<name>``, placed as ``signature`` says.
+
+    ``mutates`` names an argument that it writes to. It then returns nothing.
+
+    Autograd treats the outputs as constants; the public functions implement the gradients. Under
+    ``torch.vmap``, the batch is one more leading dim of the logits.
+    """
+    inputs, outputs = (re.findall(r"\w+", side) for side in signature.split("->"))
+
+    def register(fn: Callable[..., Any]) -> torch.library.CustomOpDef:
+        name, mutated = f"dtensor_vocab::{fn.__name__}", [mutates] if mutates else []
+        op = torch.library.custom_op(name, _without_views(fn), mutates_args=mutated)
+        run_without_dynamo(op)
+        if mutates:
+            op.register_fake(lambda *_: None)
+        else:
+            op.register_autograd(_no_backward, setup_context=_mark_constant)
+            op.register_vmap(functools.partial(_vmap, op, inputs, outputs))
+        register_placements(op, lambda specs: placements_of(inputs, specs, outputs))
+        return op
+
+    return register
+
+
+def declared(
+    fn: Callable[..., Any], name: str, args: Mapping[str, Any], returns: Any
+) -> Callable[..., Any]:
+    """``fn(*args)`` under this name, with the names and types of its arguments for the schema."""
+
+    def run(*args: Any) -> Any:
+        return fn(*args)
+
+    run.__name__ = name
+    run.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(arg, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for arg, kind in args.items()
+        ],
+        return_annotation=returns,
+    )
+    return run
+
+
+def _without_views(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with results that are not views, which autograd would not let the caller edit."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = fn(*args, **kwargs)
+        if isinstance(results, Tensor):
+            return non_view(results)
+        return results if results is None else tuple(map(non_view, results))
+
+    return run
+
+
+def _mark_constant(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+
+
+def _no_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("dtensor_vocab: the operators have no gradients, the public functions do")
+
+
+# ---- torch.vmap
+
+
+def _vmap(
+    op: torch.library.CustomOpDef,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    *args: Any,
+) -> tuple[Any, Any]:
+    if any(isinstance(arg, DTensor) for arg in args):
+        raise NotImplementedError("dtensor_vocab: vmap takes plain tensors, not DTensors")
+    # torch leaves out arguments that have their default, the last ones
+    names = iter(inputs)
+    roles = [
+        next(names) if wanted else None
+        for _, wanted in zip(args, tensor_arguments(op), strict=False)
+    ]
+    batched: list[Any] = []
+    lead = _lead_shape(roles, args, in_dims)
+    for role, arg, dim in zip(roles, args, in_dims, strict=True):
+        if not isinstance(arg, Tensor) or role == "start":
+            batched.append(arg)
+            continue
+        batch_dim = _batch_dim(role)
+        per_example = arg.dim() - (dim is not None)
+        one_for_all_rows = role == "rows" and per_example == 0 and lead != ()
+        if dim is not None:
+            arg = arg.movedim(dim, batch_dim)
+        elif not one_for_all_rows:
+            arg = arg.unsqueeze(batch_dim)
+            arg = arg.expand(*arg.shape[:batch_dim], info.batch_size, *arg.shape[batch_dim + 1 :])
+        if one_for_all_rows and dim is not None:
+            arg = arg.view(-1, *[1] * len(lead)).expand(-1, *lead)
+        batched.append(arg)
+    results = op(*batched)
+    out_dims = tuple(map(_batch_dim, outputs))
+    return results, out_dims if len(out_dims) > 1 else out_dims[0]
+
+
+def _lead_shape(
+    roles: Sequence[str | None], args: Sequence[Any], in_dims: Sequence[int | None]
+) -> tuple[int, ...]:
+    """The leading dims of the logits of one example."""
+    for role, arg, dim in zip(roles, args, in_dims, strict=True):
+        if has_all_lead_dims(role):
+            shape = list(arg.shape)
+            if dim is not None:
+                del shape[dim]
+            return tuple(shape[0 if role == "logits" else 1 : -1])
+    return ()
+
+
+def _batch_dim(role: str | None) -> int:
+    return 1 if role in ("stats", "gathered") else 0

@@ -1,0 +1,214 @@
+"""Two softmaxes at once: what a shard contributes to their comparison, and their gradients.
+
+Over its own columns, a shard computes for each row, in one read of the logits a and b, the maximum
+m and the sum s of either (see :mod:`~dtensor_vocab.softmax`) and, for a KL divergence, the cross
+term
+
+    c = Σ_v e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B))
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_vocab._private import overload
+from dtensor_vocab.autograd import empty_grad
+from dtensor_vocab.faults import coverage
+from dtensor_vocab.kernels import kernel
+from dtensor_vocab.numerics import log_prob, math_dtype, rebase, scaled, to_math
+from dtensor_vocab.operators import declared, operator
+from dtensor_vocab.row_blocks import ByRow, flat
+
+__all__ = ["CROSS_SCALE", "PairGradient", "kl_div_stats", "log_probs"]
+
+
+# ---- statistics of a shard
+
+
+@operator("logits, logits, rows, start -> stats")
+def kl_div_stats(
+    a: Tensor,
+    b: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    sizes: Sequence[int],
+    cross: bool,
+) -> Tensor:
+    """Statistics ``[1, *, S]`` of ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, (c)."""
+    stats = _new_stats(a, b, vocab_start, cross)
+    by_row = ByRow(a, b)
+    if by_row.count == 0:
+        return stats
+    if b.shape != a.shape:  # The shards of b are others. Without coverage, every rank sees it.
+        return stats.fill_(torch.nan)
+    args = by_row(temperature), vocab_start[0], a.shape[-1], sizes, cross
+    return _shard_stats(*by_row.logits, *args).view(stats.shape)
+
+
+@kl_div_stats.register_fake
+def _(a, b, temperature, vocab_start, sizes, cross):
+    return _new_stats(a, b, vocab_start, cross)
+
+
+def _new_stats(a, b, vocab_start, cross) -> Tensor:
+    return a.new_empty((vocab_start.shape[0], *a.shape[:-1], 5 + cross), dtype=math_dtype(a, b))
+
+
+CROSS_SCALE = 2.0**-24
+"""The cross term is sent times this, one over the largest number of columns in fp32: finite masks
+would overflow it otherwise."""
+
+
+@kernel
+def _shard_stats(a, b, temperature, start, width, sizes, cross):
+    dtype = math_dtype(a, b)
+    a, b = (to_math(x, start, sizes, dtype) for x in flat(a, b))
+    maximum_a, maximum_b = a.amax(-1), b.amax(-1)
+    x = rebase(a, maximum_a.unsqueeze(-1), None)
+    y = rebase(b, maximum_b.unsqueeze(-1), None)
+    mass = scaled(x, temperature).exp()
+    covered = coverage(a, None, temperature, start, width, sizes)
+    stats = [maximum_a, mass.sum(-1), covered, maximum_b, scaled(y, temperature).exp().sum(-1)]
+    if not cross:
+        return torch.stack(stats, -1)
+    # Where the mass is 0 in fp32, c is infinite if b alone masks the token. Half of each is taken
+    # so that the difference of finite masks does not overflow to infinity too.
+    gap = a / 2 - b / 2
+    without_mass = torch.where(gap == torch.inf, gap, 0)
+    terms = torch.where(mass > 0, mass * (x - y), without_mass)
+    c = terms.sum(-1, dtype=torch.float64) * CROSS_SCALE
+    return torch.stack([*stats, c.to(dtype)], -1)
+
+
+def log_probs(
+    a: Tensor,
+    b: Tensor,
+    norms: Tensor,
+    temperature: Tensor | None,
+    start: Tensor,
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """log p of both, where ``norms`` starts with M and log S of both; for use inside a kernel."""
+    maximum_a, log_sum_a, maximum_b, log_sum_b = norms[..., :4].split(1, dim=-1)
+    dtype = math_dtype(a, b)
+    x_a, x_b = (to_math(x, start, sizes, dtype) for x in flat(a, b))
+    log_p_a = log_prob(x_a, maximum_a, log_sum_a, temperature)
+    return log_p_a, log_prob(x_b, maximum_b, log_sum_b, temperature)
+
+
+# ---- gradients: one read of both logits, one write for each gradient
+
+
+class PairGradient:
+    """The gradient operators of an op on two softmaxes, declared by its formula.
+
+    As the decorator ``@PairGradient("name")`` of ``gradients(grad, saved, log_p_a, log_p_b,
+    *options)``, which returns both for temperature 1, it registers ``name_backward``, for one of
+    them, and ``name_backward_both``. They take ``(grad, saved, a, b, temperature, vocab_start,
+    sizes, *options)`` and, for one, ``to_a``. ``saved [*, 5+]`` starts with M and log S of ``a``, M
+    and log S of ``b``, and a value that is +inf where there is no gradient.
+
+    The formula is part of the kernel, which drops what only the other gradient needs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, gradients: Callable[..., tuple[Tensor, Tensor]]) -> PairGradient:
+        self._make_kernels(gradients)
+        options = list(inspect.signature(gradients, eval_str=True).parameters.values())[4:]
+        args = {
+            **dict.fromkeys(("grad", "saved", "a", "b"), Tensor),
+            "temperature": Tensor | None,
+            "vocab_start": Tensor,
+            "sizes": Sequence[int],
+            **{p.name: p.annotation for p in options},
+        }
+        name, roles = f"{self._name}_backward", "rows, rows, logits, logits, rows, start"
+        one = declared(self._new, name, {**args, "to_a": bool}, Tensor)
+        both = declared(self._new_both, f"{name}_both", args, tuple[Tensor, Tensor])
+        self.backward = operator(f"{roles} -> logits")(one)
+        self.backward_both = operator(f"{roles} -> logits, logits")(both)
+        self.backward.register_fake(
+            lambda grad, saved, a, b, *args: empty_grad(a if args[-1] else b)
+        )
+        self.backward_both.register_fake(
+            lambda grad, saved, a, b, *_: (empty_grad(a), empty_grad(b))
+        )
+        self.keep, self.gradients = _in_autograd(self.backward, self.backward_both)
+        return self
+
+    def _make_kernels(self, gradients: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        def both(a, b, grad, saved, temperature, start, sizes, *options):
+            logs = log_probs(a, b, saved, temperature, start, sizes)
+            live = (grad != 0) & (saved[..., 4:5] != torch.inf)
+            live = live & (saved[..., :1] != -torch.inf) & (saved[..., 2:3] != -torch.inf)
+            return tuple(
+                torch.where(live, scaled(gradient, temperature), 0).to(x.dtype)
+                for gradient, x in zip(gradients(grad, saved, *logs, *options), (a, b), strict=True)
+            )
+
+        def one(*args):
+            *args, to_a = args
+            return both(*args)[0 if to_a else 1]
+
+        self._both, self._one = kernel(both), kernel(one)
+
+    def _new(self, grad: Tensor, saved: Tensor, a: Tensor, b: Tensor, *args: Any) -> Tensor:
+        """The gradient of ``a [*, V_local]`` or of ``b``, contiguous, in its dtype."""
+        *args, to_a = args
+        if a.numel() == 0:
+            return empty_grad(a if to_a else b)
+        return self._one(*_by_row(grad, saved, a, b, *args), to_a).view(a.shape)
+
+    def _new_both(
+        self, grad: Tensor, saved: Tensor, a: Tensor, b: Tensor, *args: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Both gradients, in one pass."""
+        if a.numel() == 0:
+            return empty_grad(a), empty_grad(b)
+        to_a, to_b = self._both(*_by_row(grad, saved, a, b, *args))
+        return to_a.view(a.shape), to_b.view(b.shape)
+
+
+def _by_row(
+    grad: Tensor,
+    saved: Tensor,
+    a: Tensor,
+    b: Tensor,
+    temperature: Tensor | None,
+    vocab_start: Tensor,
+    *args: Any,
+) -> list[Any]:
+    """The operators' arguments as those of the kernels, which take the logits first."""
+    by_row = ByRow(a, b)
+    return [*by_row.logits, *map(by_row, (grad, saved, temperature)), vocab_start[0], *args]
+
+
+def _in_autograd(
+    backward: torch.library.CustomOpDef, backward_both: torch.library.CustomOpDef
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What :class:`~dtensor_vocab.autograd.PerToken` takes from a gradient, for a ``forward(a, b,
+    temperature, vocab_start, sizes, *options)``.
+    """
+
+    one, both = overload(backward), overload(backward_both)
+
+    def keep(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Sequence[Any]:
+        ctx.options = inputs[4:]
+        return inputs[:4]
+
+    def gradients(ctx: Any, grad: Tensor, saved: Tensor, *kept: Any) -> Any:
+        to_a, to_b = ctx.needs_input_grad[:2]
+        args = grad, saved, *kept, *ctx.options
+        if to_a and to_b:
+            return both(*args)
+        gradient = one(*args, to_a)
+        return (gradient,) if to_a else (None, gradient)
+
+    return keep, gradients

@@ -1,0 +1,96 @@
+"""The arguments of kernels by row, and some rows of them at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ByRow", "blocks", "flat", "in_blocks", "stats_per_row"]
+
+BLOCKS_TO_FILL_A_GPU = 256
+"""How many blocks, each sized for a CPU's cache, a GPU is given at once."""
+
+
+class ByRow:
+    """The arguments of a kernel by row: logits ``[*, V]`` as ``[rows, V]``, if that is a view.
+
+    An empty shard reads as one column without mass.
+    """
+
+    def __init__(self, *logits: Tensor) -> None:
+        self.ndim, self.count = logits[0].dim(), math.prod(logits[0].shape[:-1])
+        if logits[0].shape[-1] == 0:
+            logits = tuple(x.new_full((*x.shape[:-1], 1), -torch.inf) for x in logits)
+        try:
+            self.logits = tuple(x if self.ndim == 2 else x.view(-1, x.shape[-1]) for x in logits)
+        except RuntimeError:  # e.g. [B, S + 1, V][:, :-1], which is flat inside of kernels alone
+            self.logits = logits
+
+    def __call__(self, values: Tensor | None) -> Tensor | None:
+        """``values [*]`` or ``[*, K]`` as ``[rows, K]``; one value for all rows (0-d) stays one."""
+        if values is None or (values.dim() == 0 and self.ndim > 1):
+            return values
+        return values.reshape(self.count, values.shape[-1] if values.dim() == self.ndim else 1)
+
+
+def flat(*logits: Tensor) -> tuple[Tensor, ...]:
+    """``logits [*, V]`` as ``[rows, V]``: in compiled code no copy, whatever their strides."""
+    rows = logits[0].shape[:-1].numel()  # one number for all, or their loops are not fused
+    return tuple(x.reshape(rows, x.shape[-1]) for x in logits)
+
+
+def stats_per_row(stats: Tensor) -> Tensor:
+    """``stats [shards, *, S]`` as ``[rows, shards, S]``."""
+    rows = math.prod(stats.shape[1:-1])
+    return stats.reshape(stats.shape[0], rows, stats.shape[-1]).transpose(0, 1)
+
+
+def in_blocks(fn: Callable[..., Any], args: Sequence[Any], rows: int) -> Any:
+    """``fn(*args)`` for :func:`blocks` of so many rows, in results that are made once."""
+    results: tuple[Tensor, ...] = ()
+    done, count, several = 0, math.prod(args[0].shape[:-1]), False
+    for block in blocks(args, rows):
+        parts = fn(*block)
+        several = isinstance(parts, tuple)
+        parts = parts if several else (parts,)
+        results = results or tuple(x.new_empty((count, *x.shape[1:])) for x in parts)
+        for result, part in zip(results, parts, strict=True):
+            result[done : done + len(part)] = part
+        done += len(parts[0])
+    return results if several else results[0]
+
+
+def blocks(args: Sequence[Any], rows: int) -> Iterator[tuple[Any, ...]]:
+    """The arguments of a kernel for so many rows at a time, for steps that need scratch of them."""
+    if args[0].device.type != "cpu":
+        rows *= BLOCKS_TO_FILL_A_GPU
+    yield from _blocks(args, max(1, rows))
+
+
+def _blocks(args: Sequence[Any], rows: int) -> Iterator[tuple[Any, ...]]:
+    entries, inner = args[0].shape[0], math.prod(args[0].shape[1:-1])
+    if inner > rows:
+        for entry in range(entries):
+            yield from _blocks(_take(args, entry, 1, drop=True), rows)
+        return
+    step = rows // inner
+    for first in range(0, entries, step):
+        yield _take(args, first, min(step, entries - first))
+
+
+def _take(args: Sequence[Any], first: int, entries: int, drop: bool = False) -> tuple[Any, ...]:
+    """Some entries of the first argument's first dim, and the rows of the others for them."""
+
+    def part(arg: Any) -> Any:
+        if not isinstance(arg, Tensor) or arg.dim() == 0:
+            return arg
+        rows = arg.shape[0] // args[0].shape[0]
+        if drop and arg.dim() == args[0].dim():
+            return arg[first]
+        return arg[first * rows : (first + entries) * rows]
+
+    return tuple(map(part, args))
