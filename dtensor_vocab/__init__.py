@@ -21,3 +21,4 @@ __all__ = [
     "topk_kl_div",
     "topk_logprobs",
 ]
+__version__ = "0.1.0"

@@ -47,11 +47,11 @@ PlacementRule = Callable[
 ]
 
 
-def overload(op: torch.library.CustomOpDef | None) -> torch._ops.OpOverload | None:
+def overload(op: torch.library.CustomOpDef) -> torch._ops.OpOverload:
     """The operator in the form that Dynamo traces in closures. It fails on the definition itself
     (seen on torch 2.13).
     """
-    return None if op is None else op._opoverload
+    return op._opoverload
 
 
 def tensor_arguments(op: torch.library.CustomOpDef) -> list[bool]:
@@ -104,7 +104,7 @@ def run_without_dynamo(op: torch.library.CustomOpDef) -> None:
     the first call. Until somebody imports it there is nothing to disable.
     """
 
-    def unless_imported(disabled: Callable[..., Any]) -> Callable[..., Any]:
+    def unless_imported(disabled: Any) -> Callable[..., Any]:
         fn = disabled.__wrapped__
 
         @functools.wraps(fn)

@@ -30,14 +30,15 @@ class PerToken(torch.autograd.Function):
     generate_vmap_rule = True
 
     def __init_subclass__(cls) -> None:
+        function: Any = cls
         # ``apply`` inspects the signature at every call.
-        cls.forward.__signature__ = inspect.signature(cls.forward)
+        function.forward.__signature__ = inspect.signature(cls.forward)
         own = vars(cls)
         keep, gradients = (
             getattr(cls if name in own else cls.gradient, name) for name in ("keep", "gradients")
         )
-        cls.setup_context = staticmethod(_setup_context(cls.function, keep))
-        cls.backward = staticmethod(_differentiable_once(gradients))
+        function.setup_context = staticmethod(_setup_context(cls.function, keep))
+        function.backward = staticmethod(_differentiable_once(gradients))
 
 
 class DeclaredGradient(Protocol):

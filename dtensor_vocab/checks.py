@@ -281,10 +281,12 @@ def check_row_values(
     allows a 0-d tensor, one value for all rows.
     """
     single = one_for_all and values.dim() == 0
-    by_rows = isinstance(logits, DTensor) and any(
-        p.is_shard() and not shards_vocab(p, logits) for p in logits.placements
-    )
-    if by_rows and not single and not isinstance(values, DTensor):
+    if (
+        isinstance(logits, DTensor)
+        and not isinstance(values, DTensor)
+        and not single
+        and any(p.is_shard() and not shards_vocab(p, logits) for p in logits.placements)
+    ):
         raise ValueError(
             f"{function}: expected {name} to be a DTensor, since the logits shard a leading dim "
             f"({tuple(logits.placements)} on {logits.device_mesh}), got a Tensor, which may be the "
@@ -320,9 +322,11 @@ def check_row_values(
             f"{function}: expected {name} on the mesh of the logits, {logits.device_mesh}, "
             f"got {values.device_mesh}"
         )
-    wanted = [Replicate() if single or shards_vocab(p, logits) else p for p in logits.placements]
-    # here, once, or each operator that takes them would
-    return values if values.placements == tuple(wanted) else values.redistribute(placements=wanted)
+    placements = tuple(
+        Replicate() if single or shards_vocab(p, logits) else p for p in logits.placements
+    )
+    # Moved here, values are moved once, not by each operator that takes them.
+    return values if values.placements == placements else values.redistribute(placements=placements)
 
 
 def _replicated(values: Tensor, logits: DTensor) -> DTensor:
@@ -339,7 +343,7 @@ def _check_tensor(function: str, value: Any, name: str) -> None:
         raise TypeError(f"{function}: expected {name} to be a dense tensor, got {got}")
 
 
-def _check_int(function: str, value: Any, name: str, wanted: str = "an int") -> int:
+def _check_int(function: str, value: Any, name: str, wanted: str = "an int") -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         got = type(value).__name__
         raise TypeError(f"{function}: expected {name} to be {wanted}, got {got}")

@@ -26,7 +26,7 @@ __all__ = ["kernel", "merge_kernel"]
 
 BLOCK_LOGITS = 1 << 18
 """How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
-INDUCTOR_OPTIONS = {"realize_opcount_threshold": 1 << 10}
+INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1 << 10}
 """Inductor stores long expressions by default, which then takes buffers of the logits' size (two
 for the terms of ``js_div``, seen on torch 2.11)."""
 

@@ -63,15 +63,16 @@ def declared(
     def run(*args: Any) -> Any:
         return fn(*args)
 
-    run.__name__ = name
-    run.__signature__ = inspect.Signature(
+    named: Any = run
+    named.__name__ = name
+    named.__signature__ = inspect.Signature(
         [
             inspect.Parameter(arg, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
             for arg, kind in args.items()
         ],
         return_annotation=returns,
     )
-    return run
+    return named
 
 
 def _without_views(fn: Callable[..., Any]) -> Callable[..., Any]:

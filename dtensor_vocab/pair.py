@@ -161,10 +161,10 @@ class PairGradient:
 
     def _new(self, grad: Tensor, saved: Tensor, a: Tensor, b: Tensor, *args: Any) -> Tensor:
         """The gradient of ``a [*, V_local]`` or of ``b``, contiguous, in its dtype."""
-        *args, to_a = args
+        *others, to_a = args
         if a.numel() == 0:
             return empty_grad(a if to_a else b)
-        return self._one(*_by_row(grad, saved, a, b, *args), to_a).view(a.shape)
+        return self._one(*_by_row(grad, saved, a, b, *others), to_a).view(a.shape)
 
     def _new_both(
         self, grad: Tensor, saved: Tensor, a: Tensor, b: Tensor, *args: Any

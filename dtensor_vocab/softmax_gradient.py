@@ -145,7 +145,8 @@ def _in_autograd(
     [index,] temperature, vocab_start, sizes, *options, inplace_backward)``.
     """
     tensors = 3 + ids
-    new, overwrite = overload(backward), overload(backward_)
+    new = overload(backward)
+    overwrite = None if backward_ is None else overload(backward_)
 
     def keep(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Sequence[Any]:
         *ctx.options, ctx.inplace_backward = inputs[tensors:]

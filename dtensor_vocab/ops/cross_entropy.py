@@ -244,7 +244,7 @@ def cross_entropy(
     vocabulary = check_logits(name, logits, vocab_size)
     target = check_ids(name, target, logits, "target", ((),))
     ignore_index = check_ignore_index(name, ignore_index)
-    temperature = check_temperature(name, temperature, logits)
+    temperatures = check_temperature(name, temperature, logits)
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"{name}: expected reduction none, sum or mean, got {reduction!r}")
     check_inplace_backward(name, inplace_backward, logits)
@@ -253,7 +253,7 @@ def cross_entropy(
     loss, *_ = _CrossEntropy.apply(
         logits,
         target,
-        temperature,
+        temperatures,
         *vocabulary,
         ignore_index,
         label_smoothing,

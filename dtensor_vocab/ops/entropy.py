@@ -117,6 +117,6 @@ def entropy(
             row; the host does not wait for it.
     """
     vocabulary = check_logits("entropy", logits, vocab_size)
-    temperature = check_temperature("entropy", temperature, logits)
+    temperatures = check_temperature("entropy", temperature, logits)
     check_inplace_backward("entropy", inplace_backward, logits)
-    return _Entropy.apply(logits, temperature, *vocabulary, inplace_backward)[0]
+    return _Entropy.apply(logits, temperatures, *vocabulary, inplace_backward)[0]

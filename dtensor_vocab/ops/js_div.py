@@ -11,6 +11,7 @@ softmax statistics and of the sums. (Agarwal et al., https://arxiv.org/abs/2306.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def _terms(student, teacher, norms, temperature, start, sizes, beta):
     return torch.stack([sum_in_fp64(s * log_s_m), sum_in_fp64(t * log_t_m)], -1)
 
 
-def _ratios(log_s: Tensor, log_t: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+def _ratios(log_s: Tensor, log_t: Tensor, beta: Any) -> tuple[Tensor, ...]:
     """s, log s/m, t, log t/m; a logarithm is 0 where its probability is.
 
     m = s + β (t - s) = t + (1 - β) (s - t) keeps the digits of both for s near t, and of the one
@@ -204,8 +205,8 @@ def js_div(
     beta = check_float("js_div", beta, "beta", 1)
     vocabulary = check_logits("js_div", student, vocab_size, "student")
     student, teacher = saveable(student), check_teacher("js_div", teacher, student)
-    temperature = check_temperature("js_div", temperature, student)
+    temperatures = check_temperature("js_div", temperature, student)
     if beta in (0, 1):  # the limits of the family: KL(t || s) and KL(s || t)
         a, b = (student, teacher) if beta == 1 else (teacher, student)
-        return KLDiv.apply(a, b, temperature, *vocabulary, "js_div")[0]
-    return _JSDiv.apply(student, teacher, temperature, *vocabulary, beta)[0]
+        return KLDiv.apply(a, b, temperatures, *vocabulary, "js_div")[0]
+    return _JSDiv.apply(student, teacher, temperatures, *vocabulary, beta)[0]

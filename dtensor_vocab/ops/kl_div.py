@@ -154,6 +154,6 @@ def kl_div(
     check_bool("kl_div", reverse, "reverse")
     vocabulary = check_logits("kl_div", student, vocab_size, "student")
     student, teacher = saveable(student), check_teacher("kl_div", teacher, student)
-    temperature = check_temperature("kl_div", temperature, student)
+    temperatures = check_temperature("kl_div", temperature, student)
     a, b = (student, teacher) if reverse else (teacher, student)
-    return KLDiv.apply(a, b, temperature, *vocabulary, "kl_div")[0]
+    return KLDiv.apply(a, b, temperatures, *vocabulary, "kl_div")[0]

@@ -127,8 +127,8 @@ def logprobs(
     vocabulary = check_logits("logprobs", logits, vocab_size)
     index = check_ids("logprobs", index, logits)
     ignore_index = check_ignore_index("logprobs", ignore_index)
-    temperature = check_temperature("logprobs", temperature, logits)
+    temperatures = check_temperature("logprobs", temperature, logits)
     check_inplace_backward("logprobs", inplace_backward, logits)
-    return _Logprobs.apply(logits, index, temperature, *vocabulary, ignore_index, inplace_backward)[
-        0
-    ]
+    return _Logprobs.apply(
+        logits, index, temperatures, *vocabulary, ignore_index, inplace_backward
+    )[0]

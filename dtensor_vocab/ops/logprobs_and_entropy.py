@@ -103,10 +103,10 @@ def logprobs_and_entropy(
     vocabulary = check_logits(name, logits, vocab_size)
     index = check_ids(name, index, logits)
     ignore_index = check_ignore_index(name, ignore_index)
-    temperature = check_temperature(name, temperature, logits)
+    temperatures = check_temperature(name, temperature, logits)
     check_inplace_backward(name, inplace_backward, logits)
     both, _ = _LogprobsAndEntropy.apply(
-        logits, index, temperature, *vocabulary, ignore_index, inplace_backward
+        logits, index, temperatures, *vocabulary, ignore_index, inplace_backward
     )
     log_p = both[..., :-1] if index.dim() == logits.dim() else both[..., 0]
     results = log_p, both[..., -1]

@@ -57,9 +57,9 @@ def topk_kl_div_stats(
     by_row = ByRow(student)
     if by_row.count == 0:
         return stats
-    values = by_row(ids), by_row(temperature), vocab_start[0], student.shape[-1], sizes
-    args = *by_row.logits, *values, ignore_index
-    shard = in_blocks(_shard_stats, args, BLOCK_LOGITS // args[0].shape[-1])
+    (logits,) = by_row.logits
+    args = by_row(ids), by_row(temperature), vocab_start[0], student.shape[-1], sizes, ignore_index
+    shard = in_blocks(_shard_stats, (logits, *args), BLOCK_LOGITS // logits.shape[-1])
     return shard.view(stats.shape)
 
 
@@ -323,8 +323,8 @@ def topk_kl_div(
     ids = check_ids(name, teacher_ids, student, "teacher_ids", (("K",),))
     teacher_logprobs = check_logprobs(name, teacher_logprobs, ids, student)
     ignore_index = check_ignore_index(name, ignore_index)
-    temperature = check_temperature(name, temperature, student)
+    temperatures = check_temperature(name, temperature, student)
     options = ignore_index, reverse, tail
     return _TopkKLDiv.apply(
-        saveable(student), teacher_logprobs, ids, temperature, *vocabulary, *options
+        saveable(student), teacher_logprobs, ids, temperatures, *vocabulary, *options
     )[0]

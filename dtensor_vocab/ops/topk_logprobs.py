@@ -201,6 +201,6 @@ def topk_logprobs(
     """
     vocabulary = check_logits("topk_logprobs", logits, vocab_size)
     k = check_k("topk_logprobs", k, vocabulary)
-    temperature = check_temperature("topk_logprobs", temperature, logits)
-    log_p, ids, *_ = _TopkLogprobs.apply(logits, temperature, *vocabulary, k)
+    temperatures = check_temperature("topk_logprobs", temperature, logits)
+    log_p, ids, *_ = _TopkLogprobs.apply(logits, temperatures, *vocabulary, k)
     return log_p, ids
