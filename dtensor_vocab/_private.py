@@ -26,6 +26,7 @@ __all__ = [
     "assert_async",
     "compile_errors",
     "compiler_obstacle",
+    "compiles_nothing_new",
     "in_func_transform",
     "is_traced_for_a_graph",
     "non_view",
@@ -143,6 +144,11 @@ def _import_dynamo() -> str | None:
     except Exception as error:
         return f"torch.compile can't be imported: {error}"
     return None
+
+
+def compiles_nothing_new() -> bool:
+    """Whether a first compilation raises: ``torch.compiler.set_stance("fail_on_recompile")``."""
+    return torch._dynamo.eval_frame._stance.stance == "fail_on_recompile"
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

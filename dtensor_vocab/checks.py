@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_vocab.layout import Vocabulary, local_tensor, place_vocabulary, shards_vocab
+from dtensor_vocab.numerics import math_dtype
 
 __all__ = [
     "check_bool",
@@ -259,8 +260,11 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
     if not _is_real(temperature):
         got = type(temperature).__name__
         raise TypeError(f"{function}: expected temperature to be a float or a Tensor, got {got}")
-    if not 0 < temperature < math.inf:  # math.isfinite does not trace
-        raise ValueError(f"{function}: expected 0 < temperature < inf, got {temperature}")
+    limits = torch.finfo(math_dtype(logits))  # below them, the math would divide by 0
+    if not limits.tiny <= temperature <= limits.max:
+        raise ValueError(
+            f"{function}: expected 0 < temperature < inf in {limits.dtype}, got {temperature}"
+        )
     if temperature == 1:
         return None
     scalar = torch.full((), float(temperature), dtype=torch.float64, device=logits.device)

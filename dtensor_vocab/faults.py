@@ -30,7 +30,7 @@ def coverage(
 
     Shards that agree on it, and have the width that it gives them, cover the vocabulary exactly
     once. It is NaN if the shard has another width, -inf if an id of the row is out of range, and
-    +inf if its temperature is not positive and finite.
+    +inf if its temperature is not positive and finite in the dtype of the math.
     """
     columns, shard_size, vocab_size = sizes
     expected = (columns - start).clamp(0, shard_size)
@@ -41,7 +41,8 @@ def coverage(
         bad = not_ignored(index, ignore_index) & ~in_range
         number = torch.where(bad.any(-1), -torch.inf, number)
     if temperature is not None:
-        bad = ~((temperature > 0) & (temperature < torch.inf))
+        limits, value = torch.finfo(x.dtype), temperature.to(x.dtype)
+        bad = ~((value >= limits.tiny) & (value <= limits.max))
         number = torch.where(bad.any(-1) if bad.dim() else bad, torch.inf, number)
     return number
 

@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_vocab._private import compile_errors, compiler_obstacle, is_traced_for_a_graph
+from dtensor_vocab._private import (
+    compile_errors,
+    compiler_obstacle,
+    compiles_nothing_new,
+    is_traced_for_a_graph,
+)
 from dtensor_vocab.row_blocks import in_blocks
 
 __all__ = ["kernel", "merge_kernel"]
@@ -79,6 +84,8 @@ def _run_compiled(
     # A graph that was made of inference tensors does not serve others.
     key = (torch.is_inference_mode_enabled(), *map(_variant, args))
     if key not in variants:
+        if compiles_nothing_new():
+            raise NotCompiled("torch.compiler.set_stance asks to compile nothing more")
         variants[key] = _compile(fn)
     try:
         return variants[key](*args)

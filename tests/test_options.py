@@ -79,7 +79,7 @@ def test_plain_temperature_for_all_rows_beside_sharded_rows(op: Op) -> None:
         assert_values(local, part(expected, DP_TP.mesh, placements, rank))
 
 
-BAD_TEMPERATURES = [0.0, -1.0, torch.nan, torch.inf]
+BAD_TEMPERATURES = [0.0, -1.0, torch.nan, torch.inf, 1e-60]
 
 
 @PLAIN_OR_MESH
@@ -88,7 +88,7 @@ def test_temperature_tensor_out_of_range(op: Op, layout: Layout | None) -> None:
     """An error that names the function and the range; the next call is as any other."""
     inputs = draw(op)
     for bad in BAD_TEMPERATURES:
-        for temperature in (torch.ones(6), torch.tensor(1.0)):
+        for temperature in (torch.ones(6).double(), torch.tensor(1.0).double()):
             temperature.view(-1)[-1] = bad
             with pytest.raises(RuntimeError, match=f"^{op.name}: expected 0 < temperature < inf"):
                 observe_on(layout, op, inputs, temperature=temperature)

@@ -128,6 +128,7 @@ def test_ignore_index(op: Op) -> None:
         (-1.5, ValueError, "got -1.5"),
         (float("nan"), ValueError, "got nan"),
         (float("inf"), ValueError, "got inf"),
+        (1e-60, ValueError, "in float32, got 1e-60"),
         (torch.ones(6, dtype=torch.int64), TypeError, "of a floating dtype, got torch.int64"),
         (torch.ones(6).to_sparse(), TypeError, "a dense tensor, got torch.sparse_coo"),
         (
@@ -137,7 +138,20 @@ def test_ignore_index(op: Op) -> None:
         ),
         (torch.ones(6, requires_grad=True), ValueError, "detach"),
     ],
-    ids=["str", "None", "bool", "0", "-", "NaN", "inf", "int64", "sparse", "shape", "grad"],
+    ids=[
+        "str",
+        "None",
+        "bool",
+        "0",
+        "-",
+        "NaN",
+        "inf",
+        "underflow",
+        "int64",
+        "sparse",
+        "shape",
+        "grad",
+    ],
 )
 def test_temperature(op: Op, value: Any, kind: type[Exception], got: str) -> None:
     text = rf"^{op.name}: expected .*temperature.*{re.escape(got)}"

@@ -93,8 +93,8 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if the shards do not fit together on any rank.
-            An asynchronous assertion on the device raises it, on every rank that has a share of the
-            row; the host does not wait for it.
+            An asynchronous assertion on the device raises it, on every rank that takes part in the
+            collective; the host does not wait for it.
     """
     vocabulary = check_logits("argmax", logits, vocab_size)
     return argmax_merge(gather_shards(argmax_stats(logits, *vocabulary)))

@@ -237,8 +237,8 @@ def cross_entropy(
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
             positive and finite, or the shards do not fit together.
-            An asynchronous assertion on the device raises it, for ``"none"`` on every rank that has
-            a share of the row, else on every rank of the mesh; the host does not wait for it.
+            An asynchronous assertion on the device raises it, on every rank that takes part in one
+            of the collectives; the host does not wait for it.
     """
     name = "cross_entropy"
     vocabulary = check_logits(name, logits, vocab_size)

@@ -199,8 +199,8 @@ def js_div(
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
-            An asynchronous assertion on the device raises it, on every rank that has a share of the
-            row; the host does not wait for it.
+            An asynchronous assertion on the device raises it, on every rank that takes part in the
+            collective; the host does not wait for it.
     """
     beta = check_float("js_div", beta, "beta", 1)
     vocabulary = check_logits("js_div", student, vocab_size, "student")

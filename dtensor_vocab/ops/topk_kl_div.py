@@ -313,8 +313,8 @@ def topk_kl_div(
             unless the logits are fp64. Like TypeError, on every rank before any communication.
         RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
             positive and finite, or the shards do not fit together.
-            An asynchronous assertion on the device raises it, on every rank that has a share of the
-            row; the host does not wait for it.
+            An asynchronous assertion on the device raises it, on every rank that takes part in the
+            collective; the host does not wait for it.
     """
     name = "topk_kl_div"
     check_bool(name, reverse, "reverse")
