@@ -7,6 +7,7 @@ below it takes placements as they are given, on torch 2.11 to 2.14.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -23,6 +24,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 __all__ = [
     "DTensorSpec",
+    "alike_to_guards",
     "assert_async",
     "compile_errors",
     "compiler_obstacle",
@@ -155,6 +157,18 @@ def compile_errors() -> tuple[type[Exception], ...]:
     """What ``torch.compile(fullgraph=True)`` raises when it can't make a kernel."""
     exceptions = torch._dynamo.exc
     return exceptions.TorchDynamoException, exceptions.FailOnRecompileLimitHit, OSError
+
+
+def alike_to_guards() -> contextlib.AbstractContextManager[None]:
+    """Makes tensors of the same dtype and strides equal to Dynamo's guards.
+
+    Otherwise it compiles apart for plain tensors, for those of ``torch.inference_mode`` and for the
+    local ones of DTensors, whose dispatch keys differ in this one (seen on torch 2.11 to 2.14).
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_ADINPLACE_OR_VIEW)
+
+
+_ADINPLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def is_traced_for_a_graph() -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab._private import (
+    alike_to_guards,
     compile_errors,
     compiler_obstacle,
     compiles_nothing_new,
@@ -36,22 +37,29 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1 << 10}
 for the terms of ``js_div``, seen on torch 2.11)."""
 
 
-def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+def kernel(fn: Callable[..., Any], mutates: bool = False) -> Callable[..., Any]:
     """Wraps ``fn``, pure tensor code without data-dependent control, to run as one kernel.
 
     Its first arguments are logits from :class:`~dtensor_vocab.row_blocks.ByRow`, which it flattens
     by :func:`~dtensor_vocab.row_blocks.flat`. All other tensors and the results have the rows as
-    their first dim, except for 0-d tensors. A float arrives as a 0-d tensor.
+    their first dim, except for 0-d tensors. A float arrives as a 0-d tensor. A kernel that
+    ``mutates`` writes to its first argument.
     """
-    return _kernel(fn, lambda fn, *args: in_blocks(fn, args, BLOCK_LOGITS // args[0].shape[-1]))
+
+    def eagerly(*args: Any) -> Any:
+        return in_blocks(fn, args, BLOCK_LOGITS // args[0].shape[-1])
+
+    return _kernel(fn, eagerly, mutates)
 
 
 def merge_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a function of ``stats [rows, shards, S]``, too small to be taken in blocks."""
-    return _kernel(fn, lambda fn, *args: fn(*args))
+    return _kernel(fn, fn)
 
 
-def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[..., Any]:
+def _kernel(
+    fn: Callable[..., Any], eagerly: Callable[..., Any], mutates: bool = False
+) -> Callable[..., Any]:
     variants: dict[Any, Callable[..., Any]] = {}
 
     @functools.wraps(fn)
@@ -62,12 +70,42 @@ def _kernel(fn: Callable[..., Any], eagerly: Callable[..., Any]) -> Callable[...
                 return fn(*args)
             if _backend() == "inductor" and not is_traced_for_a_graph():
                 try:
-                    return _run_compiled(fn, variants, args)
+                    if not _is_lone_row(args[0]):
+                        return _run_compiled(fn, variants, args)
+                    twice = tuple(map(_twice, args))
+                    results = _run_compiled(fn, variants, twice)
+                    if mutates:
+                        args[0].copy_(twice[0][:1])
+                    return _first_row(results)
                 except NotCompiled as error:
                     _warn_eager(str(error))
-            return eagerly(fn, *args)
+            return eagerly(*args)
 
     return run
+
+
+def _is_lone_row(first: Tensor) -> bool:
+    """Whether a kernel on CPUs has one row. Twice that row takes the code of any other number.
+
+    Dynamo compiles for a size of 1 apart, which takes seconds and may round otherwise. On GPUs
+    that is worth it: Inductor splits the one row over many blocks.
+    """
+    return first.shape[0] == 1 and first.device.type == "cpu"
+
+
+def _twice(arg: Any) -> Any:
+    """``arg [1, *]`` as ``[2, *]``, stats ``[1, shards, S]`` laid out as :func:`stats_per_row`."""
+    if not isinstance(arg, Tensor) or arg.dim() == 0:
+        return arg
+    if arg.dim() == 3:
+        return torch.cat([arg.transpose(0, 1)] * 2, 1).transpose(0, 1)
+    return torch.cat([arg, arg])
+
+
+def _first_row(results: Any) -> Any:
+    if isinstance(results, Tensor):
+        return results[:1].clone()
+    return tuple(result[:1].clone() for result in results)
 
 
 class NotCompiled(Exception):
@@ -81,14 +119,14 @@ def _run_compiled(
     obstacle = compiler_obstacle()
     if obstacle is not None:
         raise NotCompiled(obstacle)
-    # A graph that was made of inference tensors does not serve others.
-    key = (torch.is_inference_mode_enabled(), *map(_variant, args))
+    key = tuple(map(_variant, args))
     if key not in variants:
         if compiles_nothing_new():
             raise NotCompiled("torch.compiler.set_stance asks to compile nothing more")
         variants[key] = _compile(fn)
     try:
-        return variants[key](*args)
+        with alike_to_guards():
+            return variants[key](*args)
     except compile_errors() as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
 

@@ -18,23 +18,44 @@ BLOCKS_TO_FILL_A_GPU = 256
 class ByRow:
     """The arguments of a kernel by row: logits ``[*, V]`` as ``[rows, V]``, if that is a view.
 
-    An empty shard reads as one column without mass.
+    Otherwise, as for ``[B, S + 1, V][:, :-1]``, they have as few leading dims as are a view, and
+    are flat inside of kernels alone. An empty shard reads as one column without mass.
     """
 
     def __init__(self, *logits: Tensor) -> None:
         self.ndim, self.count = logits[0].dim(), math.prod(logits[0].shape[:-1])
         if logits[0].shape[-1] == 0:
             logits = tuple(x.new_full((*x.shape[:-1], 1), -torch.inf) for x in logits)
-        try:
-            self.logits = tuple(x if self.ndim == 2 else x.view(-1, x.shape[-1]) for x in logits)
-        except RuntimeError:  # e.g. [B, S + 1, V][:, :-1], which is flat inside of kernels alone
-            self.logits = logits
+        shape = (*_merged_sizes(logits), logits[0].shape[-1])
+        self.logits = tuple(x if x.shape == shape else x.view(shape) for x in logits)
 
     def __call__(self, values: Tensor | None) -> Tensor | None:
-        """``values [*]`` or ``[*, K]`` as ``[rows, K]``; one value for all rows (0-d) stays one."""
+        """``values [*]`` or ``[*, K]`` as ``[rows, K]``; one value for all rows (0-d) stays one.
+
+        With K = 1 they are contiguous: each pattern of strides is compiled for, for instance that
+        of the gradient which ``sum()`` gives. A copy of many columns would take more memory.
+        """
         if values is None or (values.dim() == 0 and self.ndim > 1):
             return values
-        return values.reshape(self.count, values.shape[-1] if values.dim() == self.ndim else 1)
+        k = values.shape[-1] if values.dim() == self.ndim else 1
+        values = values.reshape(self.count, k)
+        return values.contiguous() if k == 1 else values
+
+
+def _merged_sizes(logits: Sequence[Tensor]) -> list[int]:
+    """Sizes of the leading dims, those merged that can be in a view of each of the logits."""
+    sizes: list[int] = []
+    last: tuple[int, ...] = ()
+    for dim, size in enumerate(logits[0].shape[:-1]):
+        if size == 1:
+            continue
+        strides = tuple(x.stride(dim) for x in logits)
+        if sizes and last == tuple(size * stride for stride in strides):
+            sizes[-1] *= size
+        else:
+            sizes.append(size)
+        last = strides
+    return sizes or [1]
 
 
 def flat(*logits: Tensor) -> tuple[Tensor, ...]:
@@ -75,21 +96,24 @@ def _blocks(args: Sequence[Any], rows: int) -> Iterator[tuple[Any, ...]]:
     entries, inner = args[0].shape[0], math.prod(args[0].shape[1:-1])
     if inner > rows:
         for entry in range(entries):
-            yield from _blocks(_take(args, entry, 1, drop=True), rows)
+            yield from _blocks(_take(args, entry, 1), rows)
         return
     step = rows // inner
     for first in range(0, entries, step):
         yield _take(args, first, min(step, entries - first))
 
 
-def _take(args: Sequence[Any], first: int, entries: int, drop: bool = False) -> tuple[Any, ...]:
-    """Some entries of the first argument's first dim, and the rows of the others for them."""
+def _take(args: Sequence[Any], first: int, entries: int) -> tuple[Any, ...]:
+    """Some entries of the first argument's first dim, and the rows of the others for them.
+
+    One entry of ``[*, rows, V]`` has a dim less.
+    """
 
     def part(arg: Any) -> Any:
         if not isinstance(arg, Tensor) or arg.dim() == 0:
             return arg
         rows = arg.shape[0] // args[0].shape[0]
-        if drop and arg.dim() == args[0].dim():
+        if entries == 1 and arg.dim() == args[0].dim() > 2:
             return arg[first]
         return arg[first * rows : (first + entries) * rows]
 

@@ -102,7 +102,8 @@ class SoftmaxGradient:
             logits.copy_(at_columns(logits, grad, saved, *args).view(logits.shape))
             return saved  # A kernel returns something with rows.
 
-        self._whole, self._at_ids, self._whole_ = map(kernel, (whole, at_ids, whole_))
+        self._whole, self._at_ids = kernel(whole), kernel(at_ids)
+        self._whole_ = kernel(whole_, mutates=True)
 
     def _new(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> Tensor:
         """The gradient of ``logits [*, V_local]``, contiguous, in their dtype.

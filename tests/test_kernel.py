@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dtensor_vocab.kernels import kernel
-from tests.ops import OP, OPS, Op, check, draw, expect, observe
+from tests.ops import OP, OPS, Op, check, draw, expect, observe, tp
 from tests.oracle import assert_values
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +86,64 @@ def test_kernels_serve_all_values_of_an_option(option: str) -> None:
         check(op, draw(op), **{option: value})
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1
+
+
+SHARED = [OP["logprobs"], OP["kl_div"], OP["topk_logprobs(k=3)"]]
+
+
+def graphs_compiled(call: Callable[[], object]) -> int:
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    call()
+    return counts["unique_graphs"] - before
+
+
+@pytest.mark.parametrize("op", SHARED, ids=str)
+def test_leading_shapes_share_kernels(op: Op) -> None:
+    """Nothing is compiled for one row, for dims of size 1 or for more dims."""
+    check(op, draw(op, (7,)))
+    others = [(9,), (1,), (), (1, 1), (1, 5), (5, 1), (4, 6), (4, 1, 6)]
+    assert graphs_compiled(lambda: [check(op, draw(op, rows)) for rows in others]) == 0
+
+
+@pytest.mark.parametrize("op", SHARED, ids=str)
+def test_callers_share_kernels(op: Op) -> None:
+    """Plain tensors and DTensors, inference mode, and any way to sum one value for each row."""
+    check(op, draw(op, (7,)))
+    inputs = list(draw(op, (7,)).values())
+
+    def call_others() -> None:
+        check(op, draw(op, (7,)), tp(1))
+        with torch.inference_mode():
+            op(*inputs)
+            op(*[x.clone() for x in inputs])
+        leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+        values = op(*inputs)[0]
+        torch.autograd.grad(values.sum() if values.dim() == 1 else values.square().sum(), leaves)
+
+    assert graphs_compiled(call_others) == 0
+
+
+@pytest.mark.parametrize("op", SHARED, ids=str)
+def test_sliced_logits_share_kernels(op: Op) -> None:
+    """``logits[..., :-1, :]`` with any number of leading dims, some of size 1."""
+
+    def call(*rows: int) -> None:
+        inputs = draw(op, rows)
+        for name in op.logits:
+            inputs[name] = torch.cat([inputs[name]] * 2, -2).narrow(-2, 0, rows[-1])
+        check(op, inputs)
+
+    call(4, 7)
+    others = [(6, 9), (1, 4, 7), (4, 1, 7), (4, 8, 7)]
+    assert graphs_compiled(lambda: [call(*rows) for rows in others]) == 0
+
+
+def test_last_block_of_one_row_is_not_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OP["topk_logprobs(k=3)"]
+    check(op, draw(op, (8,), 16))
+    monkeypatch.setattr("dtensor_vocab.ops.topk_logprobs.BLOCK_LOGITS", 32)
+    assert graphs_compiled(lambda: check(op, draw(op, (7,), 16))) == 0
 
 
 # ------------------------------------------------------------------ no compiler
