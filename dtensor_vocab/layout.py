@@ -15,14 +15,15 @@ role              tensor               mesh dim that shards V  mesh dim that sha
 ================  ===================  ======================  =============================
 
 A mesh dim that shards nothing replicates all of them. Among the rows, a 0-d tensor is one value for
-all rows. :func:`gather_shards` turns ``stats`` into ``gathered`` and :func:`sum_over_ranks` turns
-``sums`` into ``total``. The package communicates nowhere else.
+all rows. An operator that takes ``gathered`` is called by :func:`gather_and_merge`, one that takes
+``total`` by :func:`all_reduce_and_finish`. The package communicates nowhere else, except to move
+ids and temperatures that the caller has placed otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +35,13 @@ from dtensor_vocab._private import DTensorSpec
 __all__ = [
     "Sizes",
     "Vocabulary",
-    "gather_shards",
+    "all_reduce_and_finish",
+    "gather_and_merge",
     "has_all_lead_dims",
     "local_tensor",
     "place_vocabulary",
     "placements_of",
     "shards_vocab",
-    "sum_over_ranks",
 ]
 
 
@@ -101,21 +102,22 @@ def local_tensor(x: Tensor) -> Tensor:
 # ---- the collectives
 
 
-def gather_shards(stats: Tensor) -> Tensor:
-    """``stats [shards, *, S]`` with all shards on every rank: an all-gather over the vocabulary's
-    mesh dim, none where V is not sharded.
+def gather_and_merge(merge: Callable[..., Any], stats: Tensor, *args: Any) -> Any:
+    """``merge(stats, *args)`` of an operator that takes ``stats [shards, *, S]`` as ``gathered``.
+
+    DTensor gathers them on the way in: an all-gather over the vocabulary's mesh dim, none where V
+    is not sharded. Since the collective is part of the operator's call, checkpointing that saves
+    the operator does not repeat it.
     """
-    if not isinstance(stats, DTensor):
-        return stats
-    placements = [Replicate() if p.is_shard(0) else p for p in stats.placements]
-    return stats.redistribute(placements=placements)
+    return merge(stats, *args)
 
 
-def sum_over_ranks(sums: Tensor) -> Tensor:
-    """``sums [S]`` over the rows of all ranks: an all-reduce over the mesh dims that shard rows."""
-    if not isinstance(sums, DTensor):
-        return sums
-    return sums.redistribute(placements=[Replicate()] * sums.device_mesh.ndim)
+def all_reduce_and_finish(finish: Callable[..., Any], sums: Tensor, *args: Any) -> Any:
+    """``finish(sums, *args)`` of an operator that takes ``sums [S]`` over rows as their ``total``.
+
+    DTensor adds them up on the way in: an all-reduce over the mesh dims that shard rows.
+    """
+    return finish(sums, *args)
 
 
 # ---- roles and placements

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtensor_vocab.checks import check_logits
 from dtensor_vocab.faults import assert_sound, coverage, faults_of
 from dtensor_vocab.kernels import kernel, merge_kernel
-from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import math_dtype, to_math
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import ByRow, flat, stats_per_row
@@ -97,4 +97,4 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
             collective; the host does not wait for it.
     """
     vocabulary = check_logits("argmax", logits, vocab_size)
-    return argmax_merge(gather_shards(argmax_stats(logits, *vocabulary)))
+    return gather_and_merge(argmax_merge, argmax_stats(logits, *vocabulary))

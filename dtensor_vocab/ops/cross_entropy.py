@@ -25,7 +25,7 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import FAULTS, assert_sound
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.kernels import merge_kernel
-from dtensor_vocab.layout import gather_shards, sum_over_ranks
+from dtensor_vocab.layout import all_reduce_and_finish, gather_and_merge
 from dtensor_vocab.numerics import masked_product, scaled
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import ByRow
@@ -168,14 +168,16 @@ class _CrossEntropy(PerToken):
         inplace_backward,
     ):
         args = logits, target, temperature, vocab_start, sizes, ignore_index
-        stats = gather_shards(softmax_stats(*args, summed=label_smoothing > 0))
+        stats = softmax_stats(*args, summed=label_smoothing > 0)
         options = sizes[-1], ignore_index, label_smoothing, z_loss, reduction == "none"
-        loss, counts, saved = cross_entropy_merge(stats, target, temperature, *options)
+        loss, counts, saved = gather_and_merge(
+            cross_entropy_merge, stats, target, temperature, *options
+        )
         if reduction == "none":
             return loss, saved
-        sums = sum_over_ranks(cross_entropy_sum(loss, counts, loss.dim()))
+        sums = cross_entropy_sum(loss, counts, loss.dim())
         options = sizes[-1], ignore_index, temperature is not None, reduction == "mean"
-        return *cross_entropy_reduce(sums, *options), saved
+        return *all_reduce_and_finish(cross_entropy_reduce, sums, *options), saved
 
     @staticmethod
     def keep(ctx, inputs, outputs):

@@ -14,7 +14,7 @@ from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import check_inplace_backward, check_logits, check_temperature
 from dtensor_vocab.faults import assert_sound
 from dtensor_vocab.kernels import merge_kernel
-from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import masked_product
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import ByRow, stats_per_row
@@ -62,7 +62,7 @@ class _Entropy(PerToken):
     @staticmethod
     def forward(logits, temperature, vocab_start, sizes, inplace_backward):
         stats = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
-        return entropy_merge(gather_shards(stats), temperature)
+        return gather_and_merge(entropy_merge, stats, temperature)
 
 
 def entropy(

@@ -26,7 +26,7 @@ from dtensor_vocab.checks import (
 )
 from dtensor_vocab.faults import assert_sound, faults_of
 from dtensor_vocab.kernels import kernel, merge_kernel
-from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import merge_norms, sum_in_fp64
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.kl_div import KLDiv
@@ -148,9 +148,9 @@ class _JSDiv(PerToken):
     @staticmethod
     def forward(student, teacher, temperature, vocab_start, sizes, beta):
         stats = kl_div_stats(student, teacher, temperature, vocab_start, sizes, False)
-        norms = js_div_normalize(gather_shards(stats), temperature)
+        norms = gather_and_merge(js_div_normalize, stats, temperature)
         terms = js_div_stats(student, teacher, norms, temperature, vocab_start, sizes, beta)
-        return js_div_merge(gather_shards(terms), norms, beta)
+        return gather_and_merge(js_div_merge, terms, norms, beta)
 
 
 def js_div(

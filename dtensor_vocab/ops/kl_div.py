@@ -28,7 +28,7 @@ from dtensor_vocab.checks import (
 )
 from dtensor_vocab.faults import assert_sound, faults_of
 from dtensor_vocab.kernels import merge_kernel
-from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import masked_product, merge_norms, rebase, scaled
 from dtensor_vocab.operators import operator
 from dtensor_vocab.pair import CROSS_SCALE, PairGradient, kl_div_stats
@@ -85,7 +85,7 @@ class KLDiv(PerToken):
     @staticmethod
     def forward(a, b, temperature, vocab_start, sizes, function):
         stats = kl_div_stats(a, b, temperature, vocab_start, sizes, True)
-        return kl_div_merge(gather_shards(stats), temperature, function)
+        return gather_and_merge(kl_div_merge, stats, temperature, function)
 
     @staticmethod
     def keep(ctx, inputs, outputs):

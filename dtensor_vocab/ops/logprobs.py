@@ -20,7 +20,7 @@ from dtensor_vocab.checks import (
 )
 from dtensor_vocab.faults import assert_sound
 from dtensor_vocab.ids import not_ignored
-from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.operators import operator
 from dtensor_vocab.softmax import merge_at_ids, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
@@ -61,7 +61,8 @@ class _Logprobs(PerToken):
     @staticmethod
     def forward(logits, index, temperature, vocab_start, sizes, ignore_index, inplace_backward):
         stats = softmax_stats(logits, index, temperature, vocab_start, sizes, ignore_index)
-        return logprobs_merge(gather_shards(stats), index, temperature, sizes[-1], ignore_index)
+        options = sizes[-1], ignore_index
+        return gather_and_merge(logprobs_merge, stats, index, temperature, *options)
 
 
 def logprobs(

@@ -33,7 +33,7 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_sound, coverage
 from dtensor_vocab.ids import local_ids, not_ignored, sum_equal
 from dtensor_vocab.kernels import kernel, merge_kernel
-from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import math_dtype, merge_norms, rebase, scaled, to_math
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import ByRow, flat, in_blocks, stats_per_row
@@ -235,9 +235,10 @@ class _TopkKLDiv(PerToken):
         student, teacher_logprobs, ids, temperature, vocab_start, sizes, ignore_index, reverse, tail
     ):
         stats = topk_kl_div_stats if tail else softmax_stats
-        stats = gather_shards(stats(student, ids, temperature, vocab_start, sizes, ignore_index))
+        stats = stats(student, ids, temperature, vocab_start, sizes, ignore_index)
         options = sizes[-1], ignore_index, reverse, tail
-        return topk_kl_div_merge(stats, teacher_logprobs, ids, temperature, *options)
+        values = teacher_logprobs, ids, temperature
+        return gather_and_merge(topk_kl_div_merge, stats, *values, *options)
 
     @staticmethod
     def keep(ctx, inputs, outputs):

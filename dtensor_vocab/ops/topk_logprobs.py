@@ -15,7 +15,7 @@ from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import check_k, check_logits, check_temperature
 from dtensor_vocab.faults import assert_sound
 from dtensor_vocab.kernels import kernel, merge_kernel
-from dtensor_vocab.layout import gather_shards
+from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import log_prob, without_padding
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.logprobs import logprobs_gradient
@@ -148,7 +148,7 @@ class _TopkLogprobs(PerToken):
     @staticmethod
     def forward(logits, temperature, vocab_start, sizes, k):
         stats = topk_logprobs_stats(logits, temperature, vocab_start, sizes, k)
-        log_p, ids, saved = topk_logprobs_merge(gather_shards(stats), temperature, k)
+        log_p, ids, saved = gather_and_merge(topk_logprobs_merge, stats, temperature, k)
         return log_p, ids, ids.int(), saved  # for backward, not the ids that the caller may edit
 
     @staticmethod
