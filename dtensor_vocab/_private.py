@@ -1,8 +1,8 @@
 """Every private name of torch that this package uses, in one place.
 
-``register_sharding``, the public way to give an operator a DTensor strategy, refuses shards of
-size zero: with fewer columns than ranks it gathers the logits without a word. The registry
-below it takes placements as they are given, on torch 2.11 to 2.14.
+``register_sharding``, the public API for a DTensor strategy, does not accept empty shards: with
+fewer columns than ranks, DTensor silently gathers the logits (torch 2.11 to 2.14). The underlying
+registry of operators uses the placements unchanged.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ PlacementRule = Callable[
 
 
 def overload(op: torch.library.CustomOpDef) -> torch._ops.OpOverload:
-    """The operator in the form that Dynamo traces in closures. It fails on the definition itself
-    (seen on torch 2.13).
+    """The ``OpOverload``, because Dynamo fails to trace a ``CustomOpDef`` in a closure (seen on
+    torch 2.13).
     """
     return op._opoverload
 
@@ -94,8 +94,8 @@ def register_placements(op: torch.library.CustomOpDef, rule: PlacementRule) -> N
             ]
         )
 
-    # DTensor caches outputs' shapes by the arguments from here on: by all that are no tensors, so
-    # that none which changes a shape is missed.
+    # DTensor keys its output-shape cache on the arguments from this index on. Start at the first
+    # non-tensor so that every argument that changes a shape is part of the key.
     info = RuntimeSchemaInfo(is_tensor.index(False) if False in is_tensor else len(is_tensor))
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op._opoverload, strategy, info)
 
@@ -103,8 +103,9 @@ def register_placements(op: torch.library.CustomOpDef, rule: PlacementRule) -> N
 def run_without_dynamo(op: torch.library.CustomOpDef) -> None:
     """Lets ``op`` run where Dynamo has not been imported.
 
-    torch disables Dynamo for the operator's function (seen on 2.11 to 2.14), which imports it at
-    the first call. Until somebody imports it there is nothing to disable.
+    torch wraps the operator's function in ``torch._dynamo.disable``, which imports Dynamo at the
+    first call (torch 2.11 to 2.14). Until something else imports Dynamo, the unwrapped function is
+    run.
     """
 
     def unless_imported(disabled: Any) -> Callable[..., Any]:
@@ -134,13 +135,15 @@ def compiler_obstacle() -> str | None:
     stance = torch._dynamo.eval_frame._stance
     if stance.backend not in (None, "inductor") or stance.stance == "aot_eager_then_compile":
         backend = "aot_eager" if stance.backend is None else stance.backend
-        return f"torch.compiler.set_stance asks for the backend {backend}"
+        return f"torch.compiler.set_stance selects the backend {backend}"
     return None
 
 
 @functools.cache
 def _import_dynamo() -> str | None:
-    """Imports Dynamo, once: a second try would fail for another reason. The error, if any."""
+    """Imports Dynamo once and returns the error, if any. A second try would fail for another
+    reason.
+    """
     try:
         importlib.import_module("torch._dynamo")
     except Exception as error:
@@ -162,8 +165,8 @@ def compile_errors() -> tuple[type[Exception], ...]:
 def alike_to_guards() -> contextlib.AbstractContextManager[None]:
     """Makes tensors of the same dtype and strides equal to Dynamo's guards.
 
-    Otherwise it compiles apart for plain tensors, for those of ``torch.inference_mode`` and for the
-    local ones of DTensors, whose dispatch keys differ in this one (seen on torch 2.11 to 2.14).
+    Otherwise it compiles separately for plain tensors, inference tensors and the local tensors of
+    DTensors, which differ in this dispatch key (torch 2.11 to 2.14).
     """
     return torch._C._ExcludeDispatchKeyGuard(_ADINPLACE_OR_VIEW)
 
@@ -182,5 +185,5 @@ def in_func_transform() -> bool:
 
 
 def non_view(x: Tensor) -> Tensor:
-    """``x``, which nobody else holds, as a tensor that is no view."""
+    """``x``, which must have no other owner, as a tensor that is not a view."""
     return torch.ops.aten._unsafe_view(x, x.shape)

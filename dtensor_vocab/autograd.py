@@ -19,30 +19,31 @@ __all__ = ["PerToken", "empty_grad", "is_functional", "overwritten"]
 class PerToken(torch.autograd.Function):
     """Base of the ops' functions, which are differentiable once.
 
-    A subclass has ``forward``, which returns its results: the first has a gradient, the last is for
-    backward. Its ``keep(ctx, inputs, outputs)`` stores options in ``ctx`` and returns what else to
-    save. Its ``gradients(ctx, grad, saved, *kept)`` returns the gradients of the first inputs. Both
-    are static, and by default those of ``gradient``. ``function`` is the name for errors.
+    A subclass defines a static ``forward``. Its first result is differentiable and its last is
+    saved for backward. ``keep(ctx, inputs, outputs)`` stores options in ``ctx`` and returns further
+    tensors to save; ``gradients(ctx, grad, saved, *kept)`` returns the gradients of the leading
+    inputs. Both are static methods and default to those of ``gradient``. ``function`` names the op
+    in errors.
     """
 
     function: str
-    gradient: DeclaredGradient
+    gradient: Gradient
     generate_vmap_rule = True
 
     def __init_subclass__(cls) -> None:
-        function: Any = cls
+        subclass: Any = cls
         # ``apply`` inspects the signature at every call.
-        function.forward.__signature__ = inspect.signature(cls.forward)
+        subclass.forward.__signature__ = inspect.signature(cls.forward)
         own = vars(cls)
         keep, gradients = (
             getattr(cls if name in own else cls.gradient, name) for name in ("keep", "gradients")
         )
-        function.setup_context = staticmethod(_setup_context(cls.function, keep))
-        function.backward = staticmethod(_differentiable_once(gradients))
+        subclass.setup_context = staticmethod(_setup_context(cls.function, keep))
+        subclass.backward = staticmethod(_differentiable_once(gradients))
 
 
-class DeclaredGradient(Protocol):
-    """How backward gets from what forward was given to gradients."""
+class Gradient(Protocol):
+    """Which tensors :class:`PerToken` keeps for backward, and the gradients from them."""
 
     keep: Callable[..., Sequence[Tensor | None]]
     gradients: Callable[..., tuple[Tensor | None, ...]]
@@ -51,16 +52,16 @@ class DeclaredGradient(Protocol):
 def _setup_context(function: str, keep: Callable[..., Any]) -> Callable[..., None]:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         ctx.function = function
-        saved = outputs[-1], *keep(ctx, inputs, outputs)
-        ctx.count = len(saved)
-        ctx.save_for_backward(*saved, *_local_versions(saved))
+        tensors = outputs[-1], *keep(ctx, inputs, outputs)
+        ctx.num_tensors = len(tensors)
+        ctx.save_for_backward(*tensors, *_local_versions(tensors))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
 
     return setup_context
 
 
-def _local_versions(saved: tuple[Tensor | None, ...]) -> list[Tensor]:
+def _local_versions(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
     """Empty views of the local tensors of DTensors, for autograd to save.
 
     A DTensor does not see its local tensor edited in place, since it has a version counter of its
@@ -69,7 +70,7 @@ def _local_versions(saved: tuple[Tensor | None, ...]) -> list[Tensor]:
     """
     if torch.compiler.is_compiling():
         return []
-    locals_ = [local_tensor(x) for x in saved if isinstance(x, DTensor)]
+    locals_ = [local_tensor(x) for x in tensors if isinstance(x, DTensor)]
     return [x.as_strided((0,), (1,)) for x in locals_ if not x.is_inference()]
 
 
@@ -80,16 +81,16 @@ def _differentiable_once(gradients_of: Callable[..., Any]) -> Callable[..., Any]
     """
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        count, grad = len(ctx.needs_input_grad), grads[0]
+        num_inputs, grad = len(ctx.needs_input_grad), grads[0]
         if grad is None:
-            return (None,) * count
-        saved = ctx.saved_tensors[: ctx.count]  # which checkpointing lets a node unpack once
+            return (None,) * num_inputs
+        tensors = ctx.saved_tensors[: ctx.num_tensors]  # Read once: checkpointing forbids more.
         with torch.no_grad():
-            gradients = gradients_of(ctx, grad, *saved)
-        gradients = (*gradients, *[None] * (count - len(gradients)))
+            gradients = gradients_of(ctx, grad, *tensors)
+        gradients = (*gradients, *[None] * (num_inputs - len(gradients)))
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return gradients
-        sources = [t for t in (*saved, grad) if t is not None and t.requires_grad]
+        sources = [t for t in (*tensors, grad) if t is not None and t.requires_grad]
         return tuple(g if g is None else _Once.apply(ctx.function, g, *sources) for g in gradients)
 
     return backward
@@ -125,7 +126,9 @@ def empty_grad(logits: Tensor) -> Tensor:
 
 
 def is_functional() -> bool:
-    """Whether nothing may be written in place: ``torch.compile`` and ``torch.func`` plan memory."""
+    """Whether backward must not write in place. Under ``torch.compile`` Inductor plans memory, and
+    ``torch.func`` transforms need pure functions.
+    """
     return torch.compiler.is_compiling() or in_func_transform()
 
 

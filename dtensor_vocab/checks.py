@@ -1,4 +1,4 @@
-"""Checks what a user passes, from global metadata alone, and brings it into one form.
+"""Checks the public functions' arguments from global metadata and converts them to one form.
 
 All ranks see the same metadata, so all raise the same error, before anything is communicated. The
 exception is a DTensor that ranks disagree on, as ``from_local`` of uneven shards makes without
@@ -42,7 +42,7 @@ def check_logits(
     """Checks ``logits [*, V]`` and ``vocab_size``, and says where the vocabulary lies."""
     vocab_dim = _check_one(function, logits, name)
     columns = logits.shape[-1]
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # It gives sizes as tensors (torch 2.11 to 2.14).
         columns = int(columns)
     vocab_size = (
         columns
@@ -58,7 +58,7 @@ def check_logits(
 
 
 def _check_one(function: str, logits: Tensor, name: str) -> int | None:
-    """The mesh dim that shards the vocabulary, or None."""
+    """Checks one tensor of logits. Returns the mesh dim that shards the vocabulary, or None."""
     _check_tensor(function, logits, name)
     if logits.dtype not in LOGITS_DTYPES:
         wanted = "of dtype float16, bfloat16, float32 or float64"
@@ -130,8 +130,8 @@ def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def saveable(x: Tensor) -> Tensor:
-    """``x``, or the same memory as a tensor that autograd saves, which it refuses to do with one
-    made under ``torch.inference_mode``.
+    """``x`` as a tensor that autograd can save. A tensor made under ``torch.inference_mode``
+    becomes an alias of its memory.
     """
     if not _is_inference(x):
         return x
@@ -228,13 +228,15 @@ def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor
     check_bool(function, inplace_backward, "inplace_backward")
     if inplace_backward and _may_overlap(logits):
         raise ValueError(
-            f"{function}: expected logits of which no two share memory for inplace_backward=True, "
+            f"{function}: expected logits without overlapping memory for inplace_backward=True, "
             f"got shape {tuple(logits.shape)} with strides {tuple(logits.stride())}"
         )
 
 
 def _may_overlap(x: Tensor) -> bool:
-    """Whether some elements may share memory: not if each stride is beyond what lies within."""
+    """Whether two elements may share memory. Strides beyond the extent of all smaller ones exclude
+    it.
+    """
     within = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
@@ -263,7 +265,8 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
     limits = torch.finfo(math_dtype(logits))  # below them, the math would divide by 0
     if not limits.tiny <= temperature <= limits.max:
         raise ValueError(
-            f"{function}: expected 0 < temperature < inf in {limits.dtype}, got {temperature}"
+            f"{function}: expected 0 < temperature < inf, normal in {limits.dtype}, "
+            f"got {temperature}"
         )
     if temperature == 1:
         return None
@@ -315,7 +318,7 @@ def check_row_values(
     if not isinstance(logits, DTensor):
         if isinstance(values, DTensor):
             raise ValueError(
-                f"{function}: expected {name} to be a Tensor as the logits are, got a DTensor "
+                f"{function}: expected {name} to be a Tensor like the logits, got a DTensor "
                 f"on {values.device_mesh}"
             )
         return values

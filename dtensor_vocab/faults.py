@@ -1,4 +1,4 @@
-"""Wrong values that only the device sees: found on a shard, sent with its statistics, asserted.
+"""Detects invalid values on the device: each shard flags them, every rank asserts after the gather.
 
 A shard marks a faulty row in its *coverage*, one number per row that travels with the statistics.
 After the collective every rank therefore finds the same faults and raises the same error.
@@ -14,7 +14,7 @@ from torch import Tensor
 from dtensor_vocab._private import assert_async
 from dtensor_vocab.ids import not_ignored
 
-__all__ = ["FAULTS", "assert_sound", "coverage", "faults_of"]
+__all__ = ["NUM_FAULTS", "assert_sound", "coverage", "faults_of"]
 
 
 def coverage(
@@ -26,11 +26,12 @@ def coverage(
     sizes: Sequence[int],
     ignore_index: int | None = None,
 ) -> Tensor:
-    """How many columns this shard, of ``width`` columns, believes there are, for each row of ``x``.
+    """The global number of columns according to this shard of ``width``, for each row of ``x``.
 
-    Shards that agree on it, and have the width that it gives them, cover the vocabulary exactly
-    once. It is NaN if the shard has another width, -inf if an id of the row is out of range, and
-    +inf if its temperature is not positive and finite in the dtype of the math.
+    If all shards report the same number, and each has the width that torch.chunk gives it, together
+    they cover the vocabulary exactly once. The value is NaN if this shard's width is wrong, -inf if
+    an id of the row is out of range, and +inf if its temperature is not positive and finite in the
+    dtype of the math.
     """
     columns, shard_size, vocab_size = sizes
     expected = (columns - start).clamp(0, shard_size)
@@ -47,8 +48,8 @@ def coverage(
     return number
 
 
-FAULTS = 3
-"""Kinds of faults that a row may have, in the order of :func:`faults_of`."""
+NUM_FAULTS = 3
+"""The number of kinds of faults, in the order of :func:`faults_of`."""
 
 
 def faults_of(covered: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def assert_sound(
     vocab_size: int | None = None,
     ignore_index: int | None = None,
 ) -> None:
-    """Asserts on the device, without the host waiting, that no row of ``faults [*, 3]`` has one.
+    """Asserts on the device, without a host sync, that ``faults [*, 3]`` are all False.
 
     ``tempered`` tells whether the rows have a temperature. Ops that take ids give ``vocab_size``.
     """

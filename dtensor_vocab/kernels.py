@@ -1,10 +1,10 @@
 """Runs a pure function of rows as one kernel compiled by Inductor: C++ on CPUs, Triton on GPUs.
 
-Where ``torch.compile`` gives no code of Inductor's (no C++ compiler or no Triton,
-``TORCH_COMPILE_DISABLE=1``, ``torch.compiler.set_stance("force_eager")``, no cache directory) the
-same function runs eagerly, on blocks of rows that stay in cache, and a warning says so once.
-``DTENSOR_VOCAB_KERNELS=eager`` in the environment asks for that without the warning,
-``DTENSOR_VOCAB_KERNELS=inductor`` is the default; every call looks it up.
+Where Inductor cannot generate code (no C++ compiler or no Triton, ``TORCH_COMPILE_DISABLE=1``,
+``torch.compiler.set_stance("force_eager")``, no cache directory), the same function runs eagerly on
+blocks of rows that fit the cache, with one warning. The environment variable
+``DTENSOR_VOCAB_KERNELS=eager`` selects that without the warning; the default is ``inductor``. Every
+call reads the variable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtensor_vocab.row_blocks import in_blocks
 
 __all__ = ["kernel", "merge_kernel"]
 
-BLOCK_LOGITS = 1 << 18
+EAGER_BLOCK = 1 << 18
 """How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
 INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1 << 10}
 """Inductor stores long expressions by default, which then takes buffers of the logits' size (two
@@ -47,7 +47,7 @@ def kernel(fn: Callable[..., Any], mutates: bool = False) -> Callable[..., Any]:
     """
 
     def eagerly(*args: Any) -> Any:
-        return in_blocks(fn, args, BLOCK_LOGITS // args[0].shape[-1])
+        return in_blocks(fn, args, EAGER_BLOCK // args[0].shape[-1])
 
     return _kernel(fn, eagerly, mutates)
 
@@ -87,8 +87,9 @@ def _kernel(
 def _is_lone_row(first: Tensor) -> bool:
     """Whether a kernel on CPUs has one row. Twice that row takes the code of any other number.
 
-    Dynamo compiles for a size of 1 apart, which takes seconds and may round otherwise. On GPUs
-    that is worth it: Inductor splits the one row over many blocks.
+    Dynamo compiles a separate kernel for a size of 1, which takes seconds and may round
+    differently. On GPUs that kernel is kept, because Inductor can split a single row over many
+    blocks.
     """
     return first.shape[0] == 1 and first.device.type == "cpu"
 
@@ -109,20 +110,20 @@ def _first_row(results: Any) -> Any:
 
 
 class NotCompiled(Exception):
-    """``torch.compile`` has no code of Inductor's for a call. The message says why."""
+    """Inductor has no code for this call. The message gives the reason."""
 
 
 def _run_compiled(
     fn: Callable[..., Any], variants: dict[Any, Callable[..., Any]], args: tuple[Any, ...]
 ) -> Any:
-    """``fn(*args)`` by its compiled variant for such arguments, or :class:`NotCompiled`."""
+    """Runs the compiled variant for these arguments, or raises :class:`NotCompiled`."""
     obstacle = compiler_obstacle()
     if obstacle is not None:
         raise NotCompiled(obstacle)
     key = tuple(map(_variant, args))
     if key not in variants:
         if compiles_nothing_new():
-            raise NotCompiled("torch.compiler.set_stance asks to compile nothing more")
+            raise NotCompiled("torch.compiler.set_stance forbids further compilation")
         variants[key] = _compile(fn)
     try:
         with alike_to_guards():
@@ -168,7 +169,9 @@ def _backend() -> str:
 
 
 def _normalize(arg: Any, device: torch.device) -> Any:
-    """A float as a 0-d tensor: one kernel serves all values of an option. A list as a tuple."""
+    """Converts a float to a 0-d tensor, so that one kernel serves every value of an option, and a
+    list to a tuple.
+    """
     if type(arg) is float:
         return torch.full((), arg, dtype=torch.float64, device=device)
     if isinstance(arg, list):
@@ -177,7 +180,7 @@ def _normalize(arg: Any, device: torch.device) -> Any:
 
 
 def _variant(arg: Any) -> Any:
-    """What a compiled kernel is specialised to: of numbers, Dynamo makes constants of 0 and 1."""
+    """What a compiled kernel specialises on. Dynamo turns the integers 0 and 1 into constants."""
     if isinstance(arg, Tensor):
         sizes = tuple(min(size, 2) for size in arg.shape)
         strides = tuple(min(stride, 2) for stride in arg.stride())
@@ -191,7 +194,7 @@ def _warn_eager(reason: str) -> None:
     if not _warned:
         _warned.append(reason)
         warnings.warn(
-            f"dtensor_vocab: its kernels run eagerly, several times slower, because {reason}",
+            f"dtensor_vocab: kernels run eagerly, which is several times slower, because {reason}",
             stacklevel=2,
         )
 

@@ -39,6 +39,7 @@ __all__ = [
     "gather_and_merge",
     "has_all_lead_dims",
     "local_tensor",
+    "num_shard_dims",
     "place_vocabulary",
     "placements_of",
     "shards_vocab",
@@ -131,6 +132,11 @@ def has_all_lead_dims(role: str | None) -> bool:
     return role in ("logits", "stats", "gathered")
 
 
+def num_shard_dims(role: str | None) -> int:
+    """How many dims a tensor of this role has before the leading dims of the logits."""
+    return 1 if role in ("stats", "gathered") else 0
+
+
 def placements_of(
     inputs: Sequence[str], specs: Sequence[DTensorSpec | None], outputs: Sequence[str]
 ) -> tuple[list[tuple[Placement, ...] | None], list[tuple[Placement, ...]]]:
@@ -154,9 +160,10 @@ def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
     """For each mesh dim the dim of the logits that it shards, or None; the logits' ``ndim``."""
     if role == "total":
         return [None] * len(spec.placements), 0
-    shift = 1 if role in ("stats", "gathered") else 0
+    shift = num_shard_dims(role)
     ndim = spec.ndim - shift
-    vocab = ndim - 1 if role == "logits" else -1
+    # Shard(0) of "stats" becomes 0 - 1, which is _VOCAB.
+    vocab = ndim - 1 if role == "logits" else _VOCAB
     dims = [p.dim - shift if isinstance(p, Shard) else None for p in spec.placements]
     return [_VOCAB if dim == vocab else dim for dim in dims], ndim
 

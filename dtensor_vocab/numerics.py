@@ -24,6 +24,7 @@ __all__ = [
     "sum_in_fp64",
     "to_math",
     "without_padding",
+    "zero_safe_product",
 ]
 
 
@@ -105,6 +106,11 @@ def least_exponent(dtype: torch.dtype) -> float:
 def masked_product(weight: Tensor, x: Tensor) -> Tensor:
     """``weight * x``, 0 where the weight is 0, though ``x`` may be NaN or have overflowed."""
     return torch.where(weight == 0, 0, weight * x)
+
+
+def zero_safe_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a * b``, 0 where either factor is 0, even if the other is NaN or infinite."""
+    return torch.where((a == 0) | (b == 0), 0, a * b)
 
 
 def sum_in_fp64(terms: Tensor) -> Tensor:

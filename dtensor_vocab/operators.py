@@ -23,9 +23,9 @@ from dtensor_vocab._private import (
     run_without_dynamo,
     tensor_arguments,
 )
-from dtensor_vocab.layout import has_all_lead_dims, placements_of
+from dtensor_vocab.layout import has_all_lead_dims, num_shard_dims, placements_of
 
-__all__ = ["declared", "operator"]
+__all__ = ["operator", "with_signature"]
 
 
 def operator(
@@ -55,10 +55,10 @@ def operator(
     return register
 
 
-def declared(
+def with_signature(
     fn: Callable[..., Any], name: str, args: Mapping[str, Any], returns: Any
 ) -> Callable[..., Any]:
-    """``fn(*args)`` under this name, with the names and types of its arguments for the schema."""
+    """``fn`` under ``name``, with a signature from which ``torch.library`` infers the schema."""
 
     def run(*args: Any) -> Any:
         return fn(*args)
@@ -121,7 +121,7 @@ def _vmap(
         if not isinstance(arg, Tensor) or role == "start":
             batched.append(arg)
             continue
-        batch_dim = _batch_dim(role)
+        batch_dim = num_shard_dims(role)
         per_example = arg.dim() - (dim is not None)
         one_for_all_rows = role == "rows" and per_example == 0 and lead != ()
         if dim is not None:
@@ -133,7 +133,7 @@ def _vmap(
             arg = arg.view(-1, *[1] * len(lead)).expand(-1, *lead)
         batched.append(arg)
     results = op(*batched)
-    out_dims = tuple(map(_batch_dim, outputs))
+    out_dims = tuple(map(num_shard_dims, outputs))
     return results, out_dims if len(out_dims) > 1 else out_dims[0]
 
 
@@ -146,9 +146,5 @@ def _lead_shape(
             shape = list(arg.shape)
             if dim is not None:
                 del shape[dim]
-            return tuple(shape[0 if role == "logits" else 1 : -1])
+            return tuple(shape[num_shard_dims(role) : -1])
     return ()
-
-
-def _batch_dim(role: str | None) -> int:
-    return 1 if role in ("stats", "gathered") else 0

@@ -1,4 +1,4 @@
-"""Two softmaxes at once: what a shard contributes to their comparison, and their gradients.
+"""Statistics and gradients of two softmaxes that are compared row by row.
 
 Over its own columns, a shard computes for each row, in one read of the logits a and b, the maximum
 m and the sum s of either (see :mod:`~dtensor_vocab.softmax`) and, for a KL divergence, the cross
@@ -21,7 +21,7 @@ from dtensor_vocab.autograd import empty_grad
 from dtensor_vocab.faults import coverage
 from dtensor_vocab.kernels import kernel
 from dtensor_vocab.numerics import log_prob, math_dtype, rebase, scaled, to_math
-from dtensor_vocab.operators import declared, operator
+from dtensor_vocab.operators import operator, with_signature
 from dtensor_vocab.row_blocks import ByRow, flat
 
 __all__ = ["CROSS_SCALE", "PairGradient", "kl_div_stats", "log_probs"]
@@ -44,7 +44,7 @@ def kl_div_stats(
     by_row = ByRow(a, b)
     if by_row.count == 0:
         return stats
-    if b.shape != a.shape:  # The shards of b are others. Without coverage, every rank sees it.
+    if b.shape != a.shape:  # The shards differ in width. A NaN coverage makes every rank raise.
         return stats.fill_(torch.nan)
     args = by_row(temperature), vocab_start[0], a.shape[-1], sizes, cross
     return _shard_stats(*by_row.logits, *args).view(stats.shape)
@@ -76,8 +76,8 @@ def _shard_stats(a, b, temperature, start, width, sizes, cross):
     stats = [maximum_a, mass.sum(-1), covered, maximum_b, scaled(y, temperature).exp().sum(-1)]
     if not cross:
         return torch.stack(stats, -1)
-    # Where the mass is 0 in fp32, c is infinite if b alone masks the token. Half of each is taken
-    # so that the difference of finite masks does not overflow to infinity too.
+    # Where the mass underflows to 0, c is infinite if b alone masks the token. Halving the logits
+    # keeps the difference of two large finite masks from overflowing.
     gap = a / 2 - b / 2
     without_mass = torch.where(gap == torch.inf, gap, 0)
     terms = torch.where(mass > 0, mass * (x - y), without_mass)
@@ -130,8 +130,8 @@ class PairGradient:
             **{p.name: p.annotation for p in options},
         }
         name, roles = f"{self._name}_backward", "rows, rows, logits, logits, rows, start"
-        one = declared(self._new, name, {**args, "to_a": bool}, Tensor)
-        both = declared(self._new_both, f"{name}_both", args, tuple[Tensor, Tensor])
+        one = with_signature(self._new, name, {**args, "to_a": bool}, Tensor)
+        both = with_signature(self._new_both, f"{name}_both", args, tuple[Tensor, Tensor])
         self.backward = operator(f"{roles} -> logits")(one)
         self.backward_both = operator(f"{roles} -> logits, logits")(both)
         self.backward.register_fake(

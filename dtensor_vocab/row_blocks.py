@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["ByRow", "blocks", "flat", "in_blocks", "stats_per_row"]
 
 BLOCKS_TO_FILL_A_GPU = 256
-"""How many blocks, each sized for a CPU's cache, a GPU is given at once."""
+"""A GPU processes this many blocks of a CPU's cache size at once."""
 
 
 class ByRow:
@@ -71,7 +71,7 @@ def stats_per_row(stats: Tensor) -> Tensor:
 
 
 def in_blocks(fn: Callable[..., Any], args: Sequence[Any], rows: int) -> Any:
-    """``fn(*args)`` for :func:`blocks` of so many rows, in results that are made once."""
+    """Runs ``fn`` on blocks of ``rows`` rows, and writes into results that are allocated once."""
     results: tuple[Tensor, ...] = ()
     done, count, several = 0, math.prod(args[0].shape[:-1]), False
     for block in blocks(args, rows):
@@ -86,7 +86,7 @@ def in_blocks(fn: Callable[..., Any], args: Sequence[Any], rows: int) -> Any:
 
 
 def blocks(args: Sequence[Any], rows: int) -> Iterator[tuple[Any, ...]]:
-    """The arguments of a kernel for so many rows at a time, for steps that need scratch of them."""
+    """Yields a kernel's arguments for ``rows`` rows at a time, which bounds its scratch memory."""
     if args[0].device.type != "cpu":
         rows *= BLOCKS_TO_FILL_A_GPU
     yield from _blocks(args, max(1, rows))

@@ -16,10 +16,10 @@ vocabulary is T - log S. M and log S are kept apart: their sum would lose the di
 all logits are large. (The merge is that of online softmax, Milakov and Gimelshein,
 https://arxiv.org/abs/1805.02867, with further sums.)
 
-``logprobs``, ``logprobs_and_entropy`` and ``cross_entropy`` run the same two kernels, one on a
-shard and one for the merge, so that their log-probabilities agree to the bit. This is why the
-statistics include w even where no entropy is wanted: a kernel that does not compute it adds up s in
-another order.
+``logprobs``, ``logprobs_and_entropy`` and ``cross_entropy`` without label smoothing run the same
+two kernels, one on a shard and one for the merge, so their log-probabilities are bitwise equal.
+This is why the statistics include w even where no entropy is wanted: a kernel that does not compute
+w adds up s in another order.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, 
     (logits,) = flat(logits)
     x = to_math(logits, start, sizes)
     maximum = x.amax(-1, keepdim=True)
-    # Selecting after the sum leaves the form that Inductor makes one pass of on GPUs.
+    # Selected after the sum, so that the sum keeps the form of a softmax, which Inductor
+    # recognises.
     shifted = scaled(x - maximum, temperature)
     mass = shifted.exp()
     total = torch.where(maximum == -torch.inf, 0, mass.sum(-1, keepdim=True)).squeeze(-1)

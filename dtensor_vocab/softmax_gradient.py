@@ -21,22 +21,22 @@ from dtensor_vocab.autograd import empty_grad, is_functional, overwritten
 from dtensor_vocab.ids import local_ids, sum_equal
 from dtensor_vocab.kernels import kernel
 from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
-from dtensor_vocab.operators import declared, operator
+from dtensor_vocab.operators import operator, with_signature
 from dtensor_vocab.row_blocks import ByRow, blocks, flat, in_blocks
 
 __all__ = ["Coefficients", "SoftmaxGradient"]
 
 
 class Coefficients(NamedTuple):
-    """What an op's gradient is made of: ``[rows, 1]`` each, ``c`` ``[rows, K]``."""
+    """Coefficients of the gradient's formula: ``[rows, 1]`` each, ``c`` is ``[rows, K]``."""
 
     a: Tensor
     b: Tensor | None = None
     c: Tensor | None = None
     u: Tensor | None = None
     at_index: tuple[Tensor, Tensor, Tensor] | None = None
-    """``a`` and (M, log S) ``[rows, 2]`` of the columns in the index, where they are others, and
-    which entries of the index count, ``[rows, K]``."""
+    """For ops whose coefficients differ in the columns of the ids: ``a`` and (M, log S) ``[rows,
+    2]`` of these columns, and a mask ``[rows, K]`` of the ids that count."""
 
 
 class SoftmaxGradient:
@@ -69,11 +69,13 @@ class SoftmaxGradient:
         }
         roles = ", ".join(["rows, rows, logits", *["rows" for _ in self._ids], "rows, start"])
         name = f"{self._name}_backward"
-        self.backward = operator(f"{roles} -> logits")(declared(self._new, name, args, Tensor))
+        self.backward = operator(f"{roles} -> logits")(
+            with_signature(self._new, name, args, Tensor)
+        )
         self.backward.register_fake(lambda grad, saved, logits, *_: empty_grad(logits))
         self.backward_ = None
         if self._inplace:
-            fn = declared(self._overwrite, f"{name}_", args, None)
+            fn = with_signature(self._overwrite, f"{name}_", args, None)
             self.backward_ = operator(f"{roles} ->", mutates="logits")(fn)
         self.keep, self.gradients = _in_autograd(len(self._ids), self.backward, self.backward_)
         return self
@@ -100,7 +102,7 @@ class SoftmaxGradient:
 
         def whole_(logits, grad, saved, *args):
             logits.copy_(at_columns(logits, grad, saved, *args).view(logits.shape))
-            return saved  # A kernel returns something with rows.
+            return saved  # A kernel must return a tensor with the rows as its first dim.
 
         self._whole, self._at_ids = kernel(whole), kernel(at_ids)
         self._whole_ = kernel(whole_, mutates=True)
@@ -198,9 +200,9 @@ def _at_columns(terms, logits, saved, temperature, start, sizes) -> Tensor:
 def _at_ids(terms, logits, saved, index, temperature, start, sizes) -> tuple[Tensor, Tensor]:
     """The columns of the ids and the entries there, both ``[rows, K]``.
 
-    Computed apart, they need no ``[rows, V_local]`` buffer, each is rounded once, and equal ids get
-    the same entry. An id of another shard is clamped to a column of this shard and gives the entry
-    of that column again, without a ``c`` of its own.
+    Computing these entries separately needs no ``[rows, V_local]`` buffer, rounds each entry once
+    and gives equal ids the same entry. An id of another shard is clamped to a column of this shard
+    and gives the entry of that column again, without a ``c`` of its own.
     """
     local, owned = local_ids(index, start, logits.shape[-1])
     x = to_math(logits.gather(-1, local), start, sizes, column=local)
@@ -222,7 +224,7 @@ def _at_ids(terms, logits, saved, index, temperature, start, sizes) -> tuple[Ten
 
 
 def _entry(terms, slope, log_p, column, start, sizes) -> Tensor:
-    """``p_v (a + b log p_v) + u``, 0 where p_v is exactly 0 and where u meets padding."""
+    """``p_v (a + b log p_v) + u``. The first term is 0 where p_v is 0, and u is 0 in padding."""
     if terms.b is not None:
         slope = slope + terms.b * log_p
     # Below the least exponent p is 0, and the slope may have overflowed. Testing p == 0 instead
@@ -234,7 +236,9 @@ def _entry(terms, slope, log_p, column, start, sizes) -> Tensor:
 
 
 def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:
-    """Scaled and rounded; 0 for rows that are wholly -inf or have no upstream gradient."""
+    """Divides by the temperature and rounds. Rows that are wholly -inf or have no upstream gradient
+    get 0.
+    """
     live, maximum = terms.a != 0, saved[..., :1]
     for coefficient in (terms.b, terms.u):
         live = live if coefficient is None else live | (coefficient != 0)

@@ -62,7 +62,7 @@ def test_eager_kernels_work_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of several rows, of a row longer than a block, of rows that can't be flattened."""
-    monkeypatch.setattr("dtensor_vocab.kernels.BLOCK_LOGITS", 32)
+    monkeypatch.setattr("dtensor_vocab.kernels.EAGER_BLOCK", 32)
     inputs = draw(op, rows, vocab)
     for name in op.logits if strided else ():
         dim = len(rows) - 1
@@ -142,7 +142,7 @@ def test_sliced_logits_share_kernels(op: Op) -> None:
 def test_last_block_of_one_row_is_not_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     op = OP["topk_logprobs(k=3)"]
     check(op, draw(op, (8,), 16))
-    monkeypatch.setattr("dtensor_vocab.ops.topk_logprobs.BLOCK_LOGITS", 32)
+    monkeypatch.setattr("dtensor_vocab.ops.topk_logprobs.SEARCH_BLOCK", 32)
     assert graphs_compiled(lambda: check(op, draw(op, (7,), 16))) == 0
 
 
@@ -245,7 +245,7 @@ class Recorded:
 
 @pytest.fixture
 def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor_vocab.kernels.BLOCK_LOGITS", 32)
+    monkeypatch.setattr("dtensor_vocab.kernels.EAGER_BLOCK", 32)
     monkeypatch.setattr("dtensor_vocab.kernels._warned", [])
 
 

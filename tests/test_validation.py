@@ -128,7 +128,7 @@ def test_ignore_index(op: Op) -> None:
         (-1.5, ValueError, "got -1.5"),
         (float("nan"), ValueError, "got nan"),
         (float("inf"), ValueError, "got inf"),
-        (1e-60, ValueError, "in float32, got 1e-60"),
+        (1e-60, ValueError, "normal in float32, got 1e-60"),
         (torch.ones(6, dtype=torch.int64), TypeError, "of a floating dtype, got torch.int64"),
         (torch.ones(6).to_sparse(), TypeError, "a dense tensor, got torch.sparse_coo"),
         (

@@ -1,1 +1,1 @@
-"""One file an op: formula, operators with fakes and placements, gradient, public function."""
+"""One file per op: formula, operators, gradient, public function."""

@@ -74,14 +74,15 @@ def _merged(stats):
 def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
     """The id of the largest logit of each row; the lowest where several tie.
 
-    Same as ``logits.argmax(-1)`` on the full vocabulary. It has no gradient.
+    Same as ``logits.argmax(-1)`` on the full vocabulary, with ties resolved to the lowest id. The
+    result has no gradient.
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         vocab_size: columns from it on are padding, never chosen.
 
     Returns:
-        ids ``[*]``, int64; placed as the result of :func:`entropy`.
+        ids ``[*]``, int64; placed like the result of :func:`entropy`.
 
     Communication: one all-gather of 3 numbers per row over the vocabulary's mesh dim, none where V
     is not sharded over several ranks.
@@ -91,7 +92,8 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Like TypeError, on every rank before any communication.
+            unless the logits are fp64. Both are raised on every rank before any communication, if
+            the ranks agree on the global shapes.
         RuntimeError: if the shards do not fit together on any rank.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.

@@ -1,4 +1,4 @@
-"""``cross_entropy``: with label smoothing ε over the n tokens of the vocabulary and z-loss ζ,
+"""``cross_entropy`` with label smoothing ε and z-loss ζ. Over the n tokens of the vocabulary,
 
 loss = -(1 - ε) log p_y - ε/n Σ_v log p_v + ζ lse²,  lse = M + log S
 
@@ -22,7 +22,7 @@ from dtensor_vocab.checks import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.faults import FAULTS, assert_sound
+from dtensor_vocab.faults import NUM_FAULTS, assert_sound
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.kernels import merge_kernel
 from dtensor_vocab.layout import all_reduce_and_finish, gather_and_merge
@@ -46,8 +46,8 @@ def cross_entropy_merge(
     z_loss: float,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``stats [shards, *, S]`` to the losses ``[*]``, counts of valid targets and of each kind of
-    fault ``[*, 1 + FAULTS]``, and (M, log S, lse) ``[*, 3]``.
+    """Merges ``stats [shards, *, S]``. Returns the losses ``[*]``, flags ``[*, 1 + NUM_FAULTS]``, 1
+    for a valid target and then for each kind of fault, and (M, log S, lse) ``[*, 3]``.
 
     Faults raise here if ``checked``, else in ``cross_entropy_reduce``.
     """
@@ -55,7 +55,7 @@ def cross_entropy_merge(
         stats, target, temperature, ignore_index, label_smoothing > 0
     )
     by_row = ByRow(stats[0])
-    # 0 as None: inside of a kernel a float is a tensor, whose value is not known
+    # Pass 0 as None: a float is a tensor inside a kernel, so its value cannot be tested there.
     loss, counts, saved = _loss(
         log_p,
         merged,
@@ -70,13 +70,13 @@ def cross_entropy_merge(
         tempered = temperature is not None
         assert_sound("cross_entropy", faults, tempered, vocab_size, ignore_index)
     shape = target.shape
-    return loss.view(shape), counts.view(*shape, 1 + FAULTS), saved.view(*shape, 3)
+    return loss.view(shape), counts.view(*shape, 1 + NUM_FAULTS), saved.view(*shape, 3)
 
 
 @cross_entropy_merge.register_fake
 def _(stats, target, *_):
     shape = target.shape
-    counts = stats.new_empty((*shape, 1 + FAULTS))
+    counts = stats.new_empty((*shape, 1 + NUM_FAULTS))
     return stats.new_empty(shape), counts, stats.new_empty((*shape, 3))
 
 
@@ -115,12 +115,12 @@ def _(loss, counts, ndim):
 def cross_entropy_reduce(
     sums: Tensor, vocab_size: int, ignore_index: int | None, tempered: bool, mean: bool
 ) -> tuple[Tensor, Tensor]:
-    """The loss of all rows, from ``sums [1 + C]`` over them, and the weight of a row in it.
+    """Returns the reduced loss and the weight of one row in it, from ``sums [1 + C]``.
 
-    Faults raise here: from the sums, every rank learns of those in the rows of other ranks.
+    Faults raise here, because the sums carry those of all ranks.
     """
     loss, count, faults = sums[..., 0], sums[..., 1], sums[..., 2:]
-    faults = faults.reshape(-1, FAULTS) > 0
+    faults = faults.reshape(-1, NUM_FAULTS) > 0
     assert_sound("cross_entropy", faults, tempered, vocab_size, ignore_index)
     count = count.clamp_min(1) if mean else torch.ones_like(count)
     return loss / count, 1 / count
@@ -209,22 +209,23 @@ def cross_entropy(
     ``p_v (1 + 2 ζ lse) - (1 - ε) 1[v = y] - ε/n``.
 
     Same as ``F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), ...)`` on the full
-    vocabulary, of ``logits[..., :vocab_size]`` where padded, plus the z-loss; but the mean over no
-    valid target is 0. (z-loss: Chowdhery et al., https://arxiv.org/abs/2204.02311, section 5.)
+    vocabulary, of ``logits[..., :vocab_size]`` where padded, plus the z-loss, except that the mean
+    over no valid target is 0. (z-loss: Chowdhery et al., https://arxiv.org/abs/2204.02311, section
+    5.)
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         target: ids ``[*]``, int32 or int64, as ``index`` of :func:`logprobs`.
         ignore_index: targets equal to it have loss 0 without a gradient; None ignores nothing.
-        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the targets that are not ignored, both
-            over all rows of all ranks.
+        reduction: ``"none"``, ``"sum"`` over all rows of all ranks, or ``"mean"`` over those whose
+            target is not ignored.
         label_smoothing: 0 <= ε <= 1.
         z_loss: ζ >= 0.
-        temperature, vocab_size, inplace_backward: as in :func:`logprobs`.
+        temperature, vocab_size, inplace_backward: like those of :func:`logprobs`.
 
     Returns:
-        fp32 (fp64 for fp64 logits). ``"none"``: ``[*]``, placed as that of :func:`logprobs`. Else a
-        scalar, ``Replicate()`` on every mesh dim.
+        fp32 (fp64 for fp64 logits). ``"none"`` returns ``[*]``, placed like the result of
+        :func:`logprobs`. The other two return a scalar, ``Replicate()`` on every mesh dim.
 
     Communication: one all-gather of 5 numbers per row (7 with label smoothing) over the
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
@@ -236,7 +237,8 @@ def cross_entropy(
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Like TypeError, on every rank before any communication.
+            unless the logits are fp64. Both are raised on every rank before any communication, if
+            the ranks agree on the global shapes.
         RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
             positive and finite, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in one

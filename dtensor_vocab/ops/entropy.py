@@ -88,7 +88,7 @@ def entropy(
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
-        inplace_backward: as in :func:`logprobs`.
+        inplace_backward: like those of :func:`logprobs`.
 
     Returns:
         ``[*]``, fp32 (fp64 for fp64 logits), never negative; a DTensor where the logits are one:
@@ -110,7 +110,8 @@ def entropy(
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Like TypeError, on every rank before any communication.
+            unless the logits are fp64. Both are raised on every rank before any communication, if
+            the ranks agree on the global shapes.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the

@@ -2,7 +2,7 @@
 
     β KL(t || m) + (1 - β) KL(s || m),  m = β t + (1 - β) s
 
-    d/ds-logits = (1 - β) s (log s/m - KL(s || m)),  d/dt-logits = β t (log t/m - KL(t || m))
+    d/ds-logits = (1 - β) s (log(s/m) - KL(s || m)),  d/dt-logits = β t (log(t/m) - KL(t || m))
 
 The terms take both normalised over the whole vocabulary, so there are two collectives: of the
 softmax statistics and of the sums. (Agarwal et al., https://arxiv.org/abs/2306.13649, section 2.)
@@ -94,22 +94,23 @@ def _terms(student, teacher, norms, temperature, start, sizes, beta):
 
 
 def _ratios(log_s: Tensor, log_t: Tensor, beta: Any) -> tuple[Tensor, ...]:
-    """s, log s/m, t, log t/m; a logarithm is 0 where its probability is.
+    """s, log(s/m), t, log(t/m). A logarithm is 0 where its probability is 0.
 
     m = s + β (t - s) = t + (1 - β) (s - t) keeps the digits of both for s near t, and of the one
     that m is near to for β near 0 or 1.
     """
     s, t = log_s.exp(), log_t.exp()
-    of_s, of_t = (1 - beta).to(s.dtype), beta.to(s.dtype)
-    log_m = (of_s * s + of_t * t).clamp_min(torch.finfo(s.dtype).tiny).log()
+    weight_s, weight_t = (1 - beta).to(s.dtype), beta.to(s.dtype)
+    log_m = (weight_s * s + weight_t * t).clamp_min(torch.finfo(s.dtype).tiny).log()
 
     def log_ratio(p: Tensor, log_p: Tensor, excess: Tensor) -> Tensor:
-        """log p/m for m = p + excess."""
+        """log(p/m) for m = p + excess."""
         near = (excess > -0.5 * p) & (excess < p)
         value = torch.where(near, -torch.log1p(excess / p), log_p - log_m)
         return torch.where(p == 0, 0, value)
 
-    return s, log_ratio(s, log_s, of_t * (t - s)), t, log_ratio(t, log_t, of_s * (s - t))
+    log_s_m = log_ratio(s, log_s, weight_t * (t - s))
+    return s, log_s_m, t, log_ratio(t, log_t, weight_s * (s - t))
 
 
 @operator("gathered, rows -> rows, rows")
@@ -165,8 +166,12 @@ def js_div(
 
     Formula: with t, s the softmax of teacher and student and m = β t + (1 - β) s,
     ``β KL(t || m) + (1 - β) KL(s || m)`` for 0 < β < 1, with the gradients
-    ``(1 - β) s (log s/m - KL(s || m))`` and ``β t (log t/m - KL(t || m))``; KL(t || s) at β = 0
-    and KL(s || t) at β = 1.
+    ``(1 - β) s (log(s/m) - KL(s || m))`` and ``β t (log(t/m) - KL(t || m))``. At β = 0 and
+    β = 1, where the formula is 0, it is KL(t || s) and KL(s || t), the limits of ``js_div / β`` and
+    ``js_div / (1 - β)``.
+
+    Same as ``beta * (t * (t.log() - m.log())).sum(-1) + (1 - beta) * (s * (s.log() -
+    m.log())).sum(-1)`` on the full vocabulary, except that a token of probability 0 contributes 0.
 
     Source: Agarwal et al., On-Policy Distillation of Language Models,
     https://arxiv.org/abs/2306.13649, section 2.
@@ -184,7 +189,7 @@ def js_div(
 
     Returns:
         ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits; gradients,
-        dtypes and placements as those of :func:`kl_div`.
+        dtypes and placements like those of :func:`kl_div`.
 
     Communication: two all-gathers, of 5 and of 2 numbers per row, over the vocabulary's mesh dim
     forward (at β = 0 and 1 one, of 6), none backward, none where V is not sharded over several
@@ -196,7 +201,8 @@ def js_div(
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Like TypeError, on every rank before any communication.
+            unless the logits are fp64. Both are raised on every rank before any communication, if
+            the ranks agree on the global shapes.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
@@ -206,7 +212,7 @@ def js_div(
     vocabulary = check_logits("js_div", student, vocab_size, "student")
     student, teacher = saveable(student), check_teacher("js_div", teacher, student)
     temperatures = check_temperature("js_div", temperature, student)
-    if beta in (0, 1):  # the limits of the family: KL(t || s) and KL(s || t)
+    if beta in (0, 1):  # By convention a KL, though the formula is 0 there.
         a, b = (student, teacher) if beta == 1 else (teacher, student)
         return KLDiv.apply(a, b, temperatures, *vocabulary, "js_div")[0]
     return _JSDiv.apply(student, teacher, temperatures, *vocabulary, beta)[0]

@@ -145,7 +145,8 @@ def kl_div(
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Like TypeError, on every rank before any communication.
+            unless the logits are fp64. Both are raised on every rank before any communication, if
+            the ranks agree on the global shapes.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the

@@ -80,13 +80,13 @@ def logprobs(
     vocabulary; gradient ``Σ_k g_k (1[v = index_k] - p_v)``.
 
     Same as ``torch.log_softmax(logits.float(), -1).gather(-1, index)`` on the full vocabulary for
-    ``index [*, K]``; ``index [*]`` asks for one id per row.
+    ``index [*, K]``; ``index [*]`` takes one id per row.
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        index: ids ``[*]`` or ``[*, K]``, int32 or int64, Tensor or DTensor. A plain tensor beside
-            DTensor logits is the same global tensor on every rank; a DTensor placed otherwise than
-            below is redistributed, once. Ids may repeat.
+        index: ids ``[*]`` or ``[*, K]``, int32 or int64, Tensor or DTensor. A plain tensor
+            next to DTensor logits must be the same global tensor on every rank. A DTensor with
+            other placements than below is redistributed once. Ids may repeat.
         ignore_index: ids equal to it give 0 and no gradient; None ignores nothing.
         temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
             row, placed as ``index``, or 0-d, one for all rows. The softmax is of
@@ -112,14 +112,15 @@ def logprobs(
     Communication: one all-gather of 4 + K numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
-    Rows: -inf for an id whose logit is -inf; NaN for a row that is wholly -inf (its gradient is
-    0) or that holds NaN or +inf (its gradient is NaN). Gradient exactly 0 where the upstream one
-    is 0 or the id ignored, whatever the row holds.
+    Rows: the value is -inf for an id whose logit is -inf. It is NaN for a row that is wholly -inf,
+    whose gradient is 0, and for a row that holds NaN or +inf, whose gradient is NaN. The gradient
+    is exactly 0 where the upstream gradient is 0 or the id is ignored, whatever the row holds.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Like TypeError, on every rank before any communication.
+            unless the logits are fp64. Both are raised on every rank before any communication, if
+            the ranks agree on the global shapes.
         RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
             positive and finite, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the

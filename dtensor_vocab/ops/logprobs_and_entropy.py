@@ -86,12 +86,12 @@ def logprobs_and_entropy(
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        index: ids ``[*]`` or ``[*, K]``, int32 or int64, as in :func:`logprobs`.
+        index: ids ``[*]`` or ``[*, K]``, int32 or int64, like those of :func:`logprobs`.
         ignore_index: ids equal to it have log-probability 0 without a gradient; the entropy counts.
-        temperature, vocab_size, inplace_backward: as in :func:`logprobs`.
+        temperature, vocab_size, inplace_backward: like those of :func:`logprobs`.
 
     Returns:
-        log-probabilities, shaped as ``index``, and entropies ``[*]``; dtype and placements as
+        log-probabilities, shaped as ``index``, and entropies ``[*]``; dtype and placements like
         those of :func:`logprobs` and :func:`entropy`.
 
     Communication: one all-gather of 4 + K numbers per row over the vocabulary's mesh dim forward,

@@ -34,7 +34,14 @@ from dtensor_vocab.faults import assert_sound, coverage
 from dtensor_vocab.ids import local_ids, not_ignored, sum_equal
 from dtensor_vocab.kernels import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
-from dtensor_vocab.numerics import math_dtype, merge_norms, rebase, scaled, to_math
+from dtensor_vocab.numerics import (
+    math_dtype,
+    merge_norms,
+    rebase,
+    scaled,
+    to_math,
+    zero_safe_product,
+)
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import ByRow, flat, in_blocks, stats_per_row
 from dtensor_vocab.softmax import merge_softmax, softmax_stats
@@ -59,7 +66,7 @@ def topk_kl_div_stats(
         return stats
     (logits,) = by_row.logits
     args = by_row(ids), by_row(temperature), vocab_start[0], student.shape[-1], sizes, ignore_index
-    shard = in_blocks(_shard_stats, (logits, *args), BLOCK_LOGITS // logits.shape[-1])
+    shard = in_blocks(_shard_stats, (logits, *args), TAIL_BLOCK // logits.shape[-1])
     return shard.view(stats.shape)
 
 
@@ -73,8 +80,8 @@ def _new_stats(student, ids, vocab_start) -> Tensor:
     return student.new_empty(shape, dtype=math_dtype(student))
 
 
-BLOCK_LOGITS = 1 << 21
-"""How many logits are copied at once, for their tail to be summed."""
+TAIL_BLOCK = 1 << 21
+"""How many logits one block holds while the tail is summed. The kernel copies the block."""
 
 
 @kernel
@@ -217,14 +224,9 @@ def _gradient(
     grad: Tensor, saved: Tensor, ids: Tensor, sizes: Sequence[int], ignore_index: int | None
 ) -> Coefficients:
     slopes = saved[..., 4:]
-    terms = _chain(grad, slopes)
+    terms = zero_safe_product(grad, slopes)
     at_index = terms[..., 1:2], saved[..., 2:4], not_ignored(ids, ignore_index)
     return Coefficients(a=terms[..., :1], c=terms[..., 2:], at_index=at_index)
-
-
-def _chain(grad: Tensor, slopes: Tensor) -> Tensor:
-    """``grad * slopes``, 0 where either is, though the other may be NaN or infinite."""
-    return torch.where((grad == 0) | (slopes == 0), 0, grad * slopes)
 
 
 class _TopkKLDiv(PerToken):
@@ -253,7 +255,7 @@ class _TopkKLDiv(PerToken):
         if ctx.needs_input_grad[0]:
             (to_student,) = _gradient.gradients(ctx, grad, saved, *kept)
         if ctx.needs_input_grad[1]:
-            to_teacher = _chain(grad.unsqueeze(-1), slopes).to(ctx.teacher_dtype)
+            to_teacher = zero_safe_product(grad.unsqueeze(-1), slopes).to(ctx.teacher_dtype)
         return to_student, to_teacher
 
 
@@ -268,7 +270,7 @@ def topk_kl_div(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The part of a KL divergence that is on K tokens which the teacher names.
+    """The terms of a KL divergence on K tokens that the teacher selects.
 
     Formula: with p_k = softmax(student)[ids_k], q_k = e^(teacher_logprobs_k), P = Σ p_k, Q = Σ q_k,
     forward ``Σ_k q_k (log q_k - log p_k)``, reverse ``Σ_k p_k (log p_k - log q_k)``. With ``tail``
@@ -302,16 +304,18 @@ def topk_kl_div(
     Communication: one all-gather of 4 + K numbers per row, 6 + K with ``tail``, over the
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
 
-    Rows: +inf, with gradient 0 for both, where one has mass on a named token, or in the tail, that
-    the other masks; NaN where the student's is wholly -inf (gradient 0) or holds NaN or +inf; 0
-    without ``tail`` where all ids are ignored.
-    1 - Q is known no better than to the rounding of ``teacher_logprobs``: it counts as at least
-    1/16 of their eps, and as 0 up to 8 eps where the student has no tail.
+    Rows: +inf, with gradient 0 for both, where the first argument of the KL (the teacher; the
+    student for ``reverse``) has mass on a named token, or in the tail, to which the second assigns
+    none. NaN where the student's row is wholly -inf (gradient 0) or holds NaN or +inf. 0 without
+    ``tail`` where all ids are ignored. 1 - Q is only as exact as ``teacher_logprobs``: it is
+    clamped to at least 1/16 of their eps, and where the student has no tail it counts as 0 up to 8
+    eps.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Like TypeError, on every rank before any communication.
+            unless the logits are fp64. Both are raised on every rank before any communication, if
+            the ranks agree on the global shapes.
         RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
             positive and finite, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the

@@ -24,8 +24,8 @@ from dtensor_vocab.softmax import merge_softmax, softmax_stats
 
 __all__ = ["topk_logprobs"]
 
-BLOCK_LOGITS = 1 << 20
-"""How many logits are searched at once: scratch is a fraction of them."""
+SEARCH_BLOCK = 1 << 20
+"""How many logits one block of the search holds. Scratch is a fraction of them if k is small."""
 CHUNK = 16
 """How many columns stand for one in the first step of the search."""
 LOW_BITS = 0x7FFFFFFF
@@ -42,12 +42,12 @@ def topk_logprobs_stats(
     """``softmax_stats`` of a shard, its K largest logits and their ids: ``[1, *, 4 + 2 K]``."""
     softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
     values = softmax.new_full((*logits.shape[:-1], k), -torch.inf)
-    ids = torch.full_like(values, sizes[0])  # after all real ones, also those that are -inf
+    ids = torch.full_like(values, sizes[0])  # Sorts after every real id, even where both are -inf.
     if logits.numel() > 0 and k > 0:
         n = logits.shape[-1]
         found = min(k, n)
         args = *ByRow(logits).logits, vocab_start[0], sizes, found
-        largest, columns = in_blocks(_largest, args, BLOCK_LOGITS // n)
+        largest, columns = in_blocks(_largest, args, SEARCH_BLOCK // n)
         values[..., :found] = largest.view(*logits.shape[:-1], found)
         ids[..., :found] = (columns + vocab_start).view(*logits.shape[:-1], found)
     return torch.cat([softmax, values.unsqueeze(0), ids.unsqueeze(0)], -1)
@@ -183,7 +183,7 @@ def topk_logprobs(
 
     Returns:
         log-probabilities ``[*, k]``, fp32 (fp64 for fp64 logits), and ids ``[*, k]``, int64;
-        placed as the result of :func:`logprobs`.
+        placed like the result of :func:`logprobs`.
 
     Communication: one all-gather of 4 + 2 k numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
@@ -193,7 +193,8 @@ def topk_logprobs(
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Like TypeError, on every rank before any communication.
+            unless the logits are fp64. Both are raised on every rank before any communication, if
+            the ranks agree on the global shapes.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
