@@ -19,6 +19,7 @@ from bench import naive
 __all__ = [
     "APART",
     "COMPILED",
+    "DEFAULT_FORMS",
     "GATHER",
     "IN_PLACE",
     "LOSS_PARALLEL",
@@ -172,3 +173,6 @@ OPS = {
         Op("step", *STEP, gradients=("hidden", "weight"), loss_parallel=_step(_parallel_logprobs)),
     )
 }
+
+DEFAULT_FORMS = [next(op.name for op in OPS.values() if op.family == name) for name in dv.__all__]
+"""One form of each public function."""
