@@ -41,11 +41,11 @@ def kl_div_stats(
 ) -> Tensor:
     """Statistics ``[1, *, S]`` of ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, (c)."""
     stats = _new_stats(a, b, vocab_start, cross)
+    if b.shape != a.shape:  # The shards differ in width. A NaN coverage makes every rank raise.
+        return stats.fill_(torch.nan)
     by_row = ByRow(a, b)
     if by_row.count == 0:
         return stats
-    if b.shape != a.shape:  # The shards differ in width. A NaN coverage makes every rank raise.
-        return stats.fill_(torch.nan)
     args = by_row(temperature), vocab_start[0], a.shape[-1], sizes, cross
     return _shard_stats(*by_row.logits, *args).view(stats.shape)
 

@@ -26,8 +26,8 @@ class ByRow:
         self.ndim, self.count = logits[0].dim(), math.prod(logits[0].shape[:-1])
         if logits[0].shape[-1] == 0:
             logits = tuple(x.new_full((*x.shape[:-1], 1), -torch.inf) for x in logits)
-        shape = (*_merged_sizes(logits), logits[0].shape[-1])
-        self.logits = tuple(x if x.shape == shape else x.view(shape) for x in logits)
+        rows = _merged_sizes(logits)
+        self.logits = tuple(x.view(*rows, x.shape[-1]) for x in logits)
 
     def __call__(self, values: Tensor | None) -> Tensor | None:
         """``values [*]`` or ``[*, K]`` as ``[rows, K]``; one value for all rows (0-d) stays one.
