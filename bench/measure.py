@@ -26,7 +26,7 @@ ENOUGH = 0.8
 """A run that was timed three times is timed no more after this long (s)."""
 PATIENCE = 300
 """How long an answer is waited for (s): getting ready includes compilation."""
-PRELOADED = ["torch._inductor.compile_fx", "bench.worker"]
+PRELOADED = ["bench", "torch._inductor.compile_fx", "bench.worker"]
 PRELOADED_FOR_CPU = [*PRELOADED, "bench.warm"]
 
 

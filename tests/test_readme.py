@@ -36,8 +36,17 @@ def test_every_block_says_how_it_is_run() -> None:
     first_lines = [block.partition("\n")[0] for block in BLOCKS]
     scripts = [line for line in first_lines if line != "# losses.py"]
     for line in scripts:
-        assert re.fullmatch(r"# (\w+\.py): torchrun --nproc-per-node \d \1", line)
-    assert len(scripts) == 2
+        assert re.fullmatch(r"# (\w+\.py): (python|torchrun --nproc-per-node \d) \1", line)
+    assert len(scripts) == 3
+
+
+@pytest.mark.ranks(1)
+def test_plain_script_runs_as_it_says(tmp_path: Path) -> None:
+    (block,) = (block for block in BLOCKS if block.startswith("# ops.py: python ops.py\n"))
+    (tmp_path / "ops.py").write_text(block)
+    done = subprocess.run([sys.executable, "ops.py"], cwd=tmp_path, env=shell(), text=True)
+    assert done.returncode == 0
+    assert set(re.findall(r"dv\.(\w+)\(", block)) == set(dv.__all__)
 
 
 @pytest.mark.ranks(1)
