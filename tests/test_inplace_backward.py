@@ -127,7 +127,7 @@ def test_rows_that_share_memory_are_refused(op: Op, way: str) -> None:
     overlapping = whole.view(-1).unfold(0, 10, 9)[:6]
     inputs["logits"] = whole[:1].expand(6, 10) if way == "expanded" else overlapping
     with pytest.raises(
-        ValueError, match=rf"^{op.name}: expected logits of which no two share memory"
+        ValueError, match=rf"^{op.name}: expected logits without overlapping memory"
     ):
         op(*inputs.values(), inplace_backward=True)
 
