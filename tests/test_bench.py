@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import dtensor_vocab as dv
-from bench import cli, naive, peak
+from bench import cli, first_call, naive, peak
 from bench.breakdown import breakdown, main
 from bench.cases import Case, Run
 from bench.measure import BenchError, measure
@@ -190,3 +190,10 @@ def test_no_more_memory_than_the_gradient() -> None:
     run = Run(Case("logprobs", (1024, 32064), "bfloat16", ranks=2), OURS)
     (result,) = measure((run,), "cpu", rounds=1)
     assert -1 * MIB < result.peak - gradient_bytes(run) <= 2 * MIB
+
+
+def test_first_call_compiles_the_kernels_of_an_op(tmp_path: Path) -> None:
+    """``logprobs`` has three, forward and backward."""
+    seconds, kernels = first_call.measure("logprobs", str(tmp_path))
+    assert kernels == 3
+    assert seconds > 0
