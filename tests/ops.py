@@ -111,6 +111,20 @@ WITH_IDS = [op for op in OPS if op.ids_name]
 AT_IDS = [op for op in WITH_IDS if op.logits == ("logits",)]
 """Those whose value is of the ids alone."""
 ROW_BY_ROW = [op for op in OPS if not op.reduces_rows]
+PATHS = [
+    OP["logprobs(K=3)"],  # one softmax, with ids
+    OP["entropy"],  # one softmax, without ids
+    OP["logprobs_and_entropy"],  # two results in one tensor
+    OP["kl_div"],  # two softmaxes
+    OP["js_div(beta=0.3)"],  # two collectives
+    OP["cross_entropy(reduction=mean,z_loss=0.1)"],  # a sum over rows
+    OP["topk_logprobs(k=3)"],  # ids as a result
+    OP["argmax"],  # no gradient
+    OP["topk_kl_div(tail=True,K=3)"],  # gradients of its own
+]
+"""One op for each way through the code, for what does not depend on an op's formula."""
+GRADIENT_PATHS = [op for op in PATHS if not op.constant and op.name != "entropy"]
+"""The same for what concerns autograd alone, where ops with and without ids do not differ."""
 
 
 def named(*names: str) -> list[Op]:
