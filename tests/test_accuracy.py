@@ -1,4 +1,4 @@
-"""No less accurate than the same in plain fp32 torch, measured against fp64, at V = 131072."""
+"""Errors against fp64, those of plain fp32 torch beside them, and bits that ops share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import dtensor_vocab as dv
-from tests.ops import OPS, Layout, Op, expect, observe, place, tp
+from tests.ops import OP, OPS, Layout, Op, expect, named, observe, place, tp
 from tests.oracle import assert_bytes_equal
 from tests.ranks import on_mesh, parts
 
-ROWS, VOCAB = 16, 131072
+ROWS, VOCAB = 15, 131072
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -52,11 +52,10 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
 MEASURED = [op for op in OPS if str(op) in COMPOSITES]
 
 
-@pytest.mark.parametrize(
-    "layout, offset", [(None, 0), (None, 1e4), (None, -1e4), (tp(2), 1e4)], ids=str
-)
+@pytest.mark.parametrize("layout", [None, tp(2)], ids=str)
 @pytest.mark.parametrize("op", MEASURED, ids=str)
-def test_error_is_no_larger(op: Op, layout: Layout | None, offset: float) -> None:
+def test_error_is_at_most_that_of_plain_torch(op: Op, layout: Layout | None) -> None:
+    offset = torch.tensor([[0.0], [1e4], [-1e4]]).repeat(ROWS // 3, 1)
     inputs = {
         name: 3 * torch.randn(ROWS, VOCAB) + offset
         if name in op.logits
@@ -82,28 +81,62 @@ def test_error_is_no_larger(op: Op, layout: Layout | None, offset: float) -> Non
 
 
 def assert_no_less_accurate(actual: Tensor, composite: Tensor, expected: Tensor) -> None:
-    """By the root mean square of the errors, which two orders of one sum share within a tenth."""
+    """Compares the root mean squares of the errors; two orders of one sum differ by a tenth."""
     ours, theirs = (
         (x.detach().double() - expected).square().mean().sqrt() for x in (actual, composite)
     )
     assert ours <= 1.1 * theirs, f"error {ours:.2e}, that of plain torch {theirs:.2e}"
 
 
-@pytest.mark.parametrize("k", [None, 3], ids=["one id", "3 ids"])
+def errors_of_small_divergences(op: Op, layout: Layout | None) -> tuple[Tensor, Tensor]:
+    """Divergences from 1e-12 to 1e-3 on the logits as rounded to fp32, and their errors."""
+    teacher = 3 * torch.randn(256, 1000)
+    noise = torch.logspace(-5.7, -0.9, 256).unsqueeze(-1) * torch.randn(256, 1000)
+    inputs = {"student": teacher + noise, "teacher": teacher}
+    if layout is None:
+        value = op(*inputs.values())[0]
+    else:
+        with on_mesh(layout.mesh) as mesh:
+            value = op(*(place(name, x, mesh, layout, inputs) for name, x in inputs.items()))[0]
+    expected = expect(op, inputs).outputs[0]
+    assert expected.amin() < 1e-11 and expected.amax() > 1e-3
+    return expected, (parts(value)[0].double() - expected).abs()
+
+
+@pytest.mark.parametrize("layout", [None, tp(2)], ids=str)
+@pytest.mark.parametrize("op", named("kl_div"), ids=str)
+def test_small_kl_divergence_has_a_small_absolute_error(
+    op: Op, layout: Layout | None, eager_kernels: None
+) -> None:
+    """It is a difference of logarithms that are rounded to fp32, as in plain torch."""
+    value, error = errors_of_small_divergences(op, layout)
+    assert error.amax() < 6e-7
+    assert (error < 2e-3 * value)[value > 3e-4].all()
+
+
+@pytest.mark.parametrize("layout", [None, tp(2)], ids=str)
+def test_small_jensen_shannon_divergence_has_a_small_relative_error(
+    layout: Layout | None, eager_kernels: None
+) -> None:
+    """Its terms keep the digits of s - t, whose rounding the square root stands for."""
+    value, error = errors_of_small_divergences(OP["js_div(beta=0.3)"], layout)
+    assert (error < 2e-7 * value.sqrt() + 1e-5 * value).all()
+
+
 @pytest.mark.parametrize("layout", [None, tp(2)], ids=str)
 @pytest.mark.parametrize(
-    "dtype, options",
+    "dtype, k, options",
     [
-        (torch.bfloat16, {}),
-        (torch.float16, {"temperature": 0.7, "vocab_size": 4001}),
-        (torch.float32, {}),
+        (torch.bfloat16, None, {}),
+        (torch.float32, 3, {}),
+        (torch.bfloat16, None, {"temperature": 0.7, "vocab_size": 4001}),
     ],
-    ids=["bfloat16", "float16, temperature, padding", "float32"],
+    ids=["one id", "3 ids", "temperature and padding"],
 )
 def test_three_ops_give_log_probabilities_of_the_same_bits(
-    dtype: torch.dtype, options: dict[str, Any], layout: Layout | None, k: int | None
+    dtype: torch.dtype, k: int | None, options: dict[str, Any], layout: Layout | None
 ) -> None:
-    """exp(new - old) is exactly 1 where the two came from different ops on the same logits."""
+    """So exp(new - old) is exactly 1 where the two come from different ops on the same logits."""
     inputs = {
         "logits": (2 * torch.randn(33, 4099)).to(dtype),
         "index": torch.randint(4001, (33, k) if k else (33,)),

@@ -1,4 +1,4 @@
-"""Inputs that are still under way when an op gets them: results of collectives not waited for."""
+"""Inputs that are results of collectives which nobody has waited for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ranks(2), pytest.mark.usefixtures("eager_kernels")]
 
 TIMES = 50
 ROWS, VOCAB = 32, 256
-"""So many that the op is there before them."""
+"""Large enough that the op is called before the collective ends."""
 
 FEW = [
     OP["logprobs(K=3)"],
@@ -28,7 +28,6 @@ FEW = [
 ]
 MOVES = {
     "all-gather": (Shard(0), Replicate()),
-    "all-to-all": (Shard(0), Shard(1)),
     "reduce-scatter": (Partial(), Shard(1)),
     "all-reduce": (Partial(), Replicate()),
 }
@@ -64,10 +63,17 @@ def check_moved_logits(op: Op, move: str, times: int, compiled_with: str | None 
             inputs = draw(op, (ROWS,), VOCAB, seed=seed)
             logits = [_placed(inputs[name], mesh, before) for name in op.logits]
             others = [_placed(x, mesh, by_row) for name, x in inputs.items() if name not in LOGITS]
+            assert all(
+                _is_under_way(x.redistribute(placements=[after], async_op=True)) for x in logits
+            )
             actual, expected = step(True, logits, others), results(False, logits, others)
             assert_same_bits(actual, expected)
             if not op.constant:
                 assert_same_bits(_gradients(actual, logits), _gradients(expected, logits))
+
+
+def _is_under_way(x: DTensor) -> bool:
+    return isinstance(x._local_tensor, funcol.AsyncCollectiveTensor)
 
 
 def _placed(full: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
@@ -107,6 +113,7 @@ def test_upstream_gradients_under_way(op: Op) -> None:
                 [grad.redistribute(placements=[Replicate()], async_op=flag) for grad in grads]
                 for flag in (True, False)
             ]
+            assert all(map(_is_under_way, gathered[0]))
             actual, expected = (
                 torch.autograd.grad(outputs, [logits], each, retain_graph=True) for each in gathered
             )

@@ -1,4 +1,4 @@
-"""What is sent: how often, how much, and that neither depends on what a rank alone knows."""
+"""How often and how much is sent, and that neither depends on what one rank alone knows."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tests.ops import OPS, WITH_IDS, Layout, Op, check, draw, tp
+from tests.ops import OPS, PATHS, WITH_IDS, Layout, Op, check, draw, tp
 from tests.ranks import Collective
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
 
 
+V = Shard(-1)
+
+
 def sent(op: Op, layout: Layout, vocab: int = 16, rows: tuple[int, ...] = (6,), **how: object):
-    """The collectives of a call; ``check`` has seen to it that there are none backward."""
+    """The collectives of a forward; ``check`` asserts that backward has none."""
     return check(op, draw(op, rows, vocab), layout, **how).forward
 
 
-@pytest.mark.parametrize("vocab", [16, 1024])
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_so_many_numbers_a_row_and_no_more(op: Op, vocab: int) -> None:
-    """In one collective, two for the op that takes both distributions normalised."""
+def test_numbers_per_row_do_not_depend_on_vocabulary_or_ranks(op: Op) -> None:
     assert len(op.numbers) == (2 if op.name == "js_div" else 1)
-    for layout in (tp(2), tp(8), Layout((2, 2), (Replicate(), Shard(-1)))):
+    for layout, vocab in [(tp(2), 1024), (tp(8), 16), (Layout((2, 2), (Replicate(), V)), 16)]:
         assert_numbers(op, layout, vocab)
 
 
@@ -34,7 +35,7 @@ def assert_numbers(op: Op, layout: Layout, vocab: int) -> None:
 
 
 def numbers(collectives: list[Collective]) -> list[set[int]]:
-    """How many numbers ranks gave to each collective."""
+    """How many numbers each rank gave to each collective."""
     return [{math.prod(shape) for shape in c.payload.values()} for c in collectives]
 
 
@@ -44,26 +45,25 @@ def numbers(collectives: list[Collective]) -> list[set[int]]:
     ids=str,
 )
 @pytest.mark.parametrize("op", [op for op in OPS if not op.reduces_rows], ids=str)
-def test_none_where_each_rank_has_the_vocabulary(op: Op, layout: Layout) -> None:
+def test_nothing_is_sent_where_each_rank_has_the_vocabulary(op: Op, layout: Layout) -> None:
     assert sent(op, layout) == []
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_one_payload_a_rank_whatever_its_shard(op: Op) -> None:
-    """Of a full, a short and an empty shard."""
+def test_full_short_and_empty_shards_send_the_same_payload(op: Op) -> None:
     for collective in sent(op, tp(4), vocab=5):
         assert len(set(collective.payload.values())) == 1
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_as_much_whoever_needs_a_gradient(op: Op) -> None:
+def test_payload_does_not_depend_on_gradients(op: Op) -> None:
     with_all = sent(op, tp(2))
     for needs in [(), *((name,) for name in op.differentiable)]:
         assert sent(op, tp(2), needs=needs) == with_all
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_as_much_whatever_the_values(op: Op) -> None:
+def test_payload_does_not_depend_on_values(op: Op) -> None:
     usual = sent(op, tp(2))
     inputs = draw(op, vocab=16)
     for name in op.logits:
@@ -74,22 +74,24 @@ def test_as_much_whatever_the_values(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", WITH_IDS, ids=str)
-def test_as_much_for_any_dtype_of_the_ids(op: Op) -> None:
+def test_payload_does_not_depend_on_the_dtype_of_ids(op: Op) -> None:
     inputs = draw(op, vocab=16)
     inputs[op.ids_name] = inputs[op.ids_name].int()
     assert check(op, inputs, tp(2)).forward == sent(op, tp(2))
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_as_often_without_rows(op: Op) -> None:
+def test_collectives_are_the_same_without_rows(op: Op) -> None:
     names = [collective.name for collective in sent(op, tp(2))]
     assert [collective.name for collective in sent(op, tp(2), rows=(0,))] == names
 
 
 @pytest.mark.parametrize("placements", [(Shard(0), Shard(-1)), (Shard(0), Replicate())], ids=str)
-@pytest.mark.parametrize("op", OPS, ids=str)
-def test_as_often_for_any_number_of_rows(op: Op, placements: tuple[Placement, ...]) -> None:
-    """Also where a data-parallel rank has no row."""
+@pytest.mark.parametrize("op", PATHS, ids=str)
+def test_collectives_are_the_same_for_any_number_of_rows(
+    op: Op, placements: tuple[Placement, ...]
+) -> None:
+    """A data-parallel rank may have no row."""
     layout = Layout((2, 2), placements)
     kinds = [[c.name for c in sent(op, layout, rows=(n,))] for n in (0, 1, 2, 3, 5)]
     assert kinds == [kinds[0]] * 5

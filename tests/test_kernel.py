@@ -36,7 +36,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 # ------------------------------------------------------------------ compiled and eager
 
 
-@pytest.mark.ranks(1)  # which leaves its kernels to the tests of memory there
+@pytest.mark.ranks(1)  # The tests of memory there use the same kernels.
 @pytest.mark.parametrize("op", {op.name: op for op in OPS}.values(), ids=str)
 def test_eager_kernels_give_the_same(op: Op, request: pytest.FixtureRequest) -> None:
     inputs = draw(op, (64,), 24, torch.bfloat16)
@@ -50,8 +50,11 @@ def test_eager_kernels_give_the_same(op: Op, request: pytest.FixtureRequest) -> 
         torch.testing.assert_close(grad, eager.gradients[name], rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("rows, vocab", [((7,), 10), ((3, 5), 10), ((2, 3), 100)], ids=str)
+@pytest.mark.parametrize(
+    "rows, vocab, strided",
+    [((7,), 10, False), ((3, 5), 10, True), ((2, 3), 100, True)],
+    ids=["blocks of rows", "rows that no view flattens", "rows longer than a block"],
+)
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_eager_kernels_work_in_blocks(
     op: Op,
@@ -61,7 +64,6 @@ def test_eager_kernels_work_in_blocks(
     eager_kernels: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of several rows, of a row longer than a block, of rows that can't be flattened."""
     monkeypatch.setattr("dtensor_vocab.kernels.EAGER_BLOCK", 32)
     inputs = draw(op, rows, vocab)
     for name in op.logits if strided else ():
@@ -79,12 +81,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_kernels_serve_all_values_of_an_option(option: str) -> None:
-    """A schedule of it compiles nothing after its first step."""
+    """A schedule of an option compiles nothing after its first step."""
     op, values = OPTIONS[option]
     graphs = []
     for value in values:
         check(op, draw(op), **{option: value})
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        graphs.append(unique_graphs())
     assert len(set(graphs)) == 1
 
 
@@ -92,10 +94,16 @@ SHARED = [OP["logprobs"], OP["kl_div"], OP["topk_logprobs(k=3)"]]
 
 
 def graphs_compiled(call: Callable[[], object]) -> int:
-    counts = torch._dynamo.utils.counters["stats"]
-    before = counts["unique_graphs"]
+    """How many graphs a call compiles, once some have been compiled and counted."""
+    before = unique_graphs()
     call()
-    return counts["unique_graphs"] - before
+    return unique_graphs() - before
+
+
+def unique_graphs() -> int:
+    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert count > 0, "torch counts no graphs under this name"
+    return count
 
 
 @pytest.mark.parametrize("op", SHARED, ids=str)
@@ -124,7 +132,7 @@ def test_callers_share_kernels(op: Op) -> None:
     assert graphs_compiled(call_others) == 0
 
 
-@pytest.mark.parametrize("op", SHARED, ids=str)
+@pytest.mark.parametrize("op", SHARED[:2], ids=str)
 def test_sliced_logits_share_kernels(op: Op) -> None:
     """``logits[..., :-1, :]`` with any number of leading dims, some of size 1."""
 
@@ -165,13 +173,14 @@ def value_and_gradient() -> tuple[float, torch.Tensor]:
     return loss.item(), logits.grad
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     "environment",
     [{"TORCH_COMPILE_DISABLE": "1"}, {"CXX": "/nowhere/to/be/found"}],
     ids=["compile disabled", "no compiler"],
 )
 def test_without_a_compiler(environment: dict[str, str], tmp_path: Path) -> None:
-    """The right result, and one warning that says so."""
+    """The result is right, and one warning names the reason."""
     result = run_python(CALL_TWICE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path), **environment)
     assert result.returncode == 0, result.stderr
     value, grad = result.stdout.split(" ", 1)
@@ -181,6 +190,7 @@ def test_without_a_compiler(environment: dict[str, str], tmp_path: Path) -> None
     assert result.stderr.count("kernels run eagerly") == 1, result.stderr
 
 
+@pytest.mark.ranks(1)
 def test_eager_by_request_does_not_warn(tmp_path: Path) -> None:
     result = run_python(
         CALL_TWICE, DTENSOR_VOCAB_KERNELS="eager", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)
@@ -196,10 +206,17 @@ UNUSABLE_CACHES = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["inductor", "eager"])
-@pytest.mark.parametrize("directory", UNUSABLE_CACHES)
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    "directory, kernels",
+    [
+        ("cannot be made", "inductor"),
+        ("cannot be made", "eager"),
+        ("cannot be written", "inductor"),
+    ],
+)
 def test_without_a_cache_directory(directory: str, kernels: str) -> None:
-    """Importing works, and the first call falls back with the warning."""
+    """The import works, and the first call falls back to eager kernels with the warning."""
     result = run_python(
         CALL_TWICE,
         TORCHINDUCTOR_CACHE_DIR=UNUSABLE_CACHES[directory],
@@ -218,7 +235,8 @@ sys.exit("torch._dynamo" in sys.modules)
 """
 
 
-def test_import_leaves_dynamo_alone() -> None:
+@pytest.mark.ranks(1)
+def test_import_does_not_import_dynamo() -> None:
     assert run_python(IMPORT).returncode == 0
 
 
@@ -273,7 +291,7 @@ NOT_COMPILED_AT_FIRST = {
 
 @pytest.mark.parametrize("how", NOT_COMPILED | NOT_COMPILED_AT_FIRST)
 def test_uncompiled_kernel_runs_in_blocks(how: str, blocks_of_two_rows: None) -> None:
-    """Never on all rows, whatever makes torch.compile hand its function back."""
+    """torch.compile has several ways to hand its function back, and none runs on all rows."""
     recorded = Recorded()
     with (NOT_COMPILED | NOT_COMPILED_AT_FIRST)[how](), pytest.warns(match="run eagerly") as warned:
         recorded.check()
@@ -282,7 +300,7 @@ def test_uncompiled_kernel_runs_in_blocks(how: str, blocks_of_two_rows: None) ->
 
 
 @pytest.mark.parametrize("how", NOT_COMPILED)
-def test_warm_kernel_runs_in_blocks_meanwhile(how: str, blocks_of_two_rows: None) -> None:
+def test_warm_kernel_runs_in_blocks_under_a_stance(how: str, blocks_of_two_rows: None) -> None:
     recorded = Recorded()
     recorded.check()
     with NOT_COMPILED[how](), pytest.warns(match="run eagerly"):
@@ -309,7 +327,7 @@ def test_warm_kernel_stays_compiled(how: str) -> None:
     assert recorded.uncompiled == []
 
 
-def test_default_backend_is_not_used() -> None:
+def test_kernels_ignore_the_default_backend() -> None:
     if not hasattr(torch.compiler, "set_default_backend"):
         pytest.skip("torch has no such setting before 2.13")
     torch.compiler.set_default_backend("no such backend")
@@ -333,7 +351,7 @@ peaks = {}
 for name, case in MEMORY_CASES.items():
     call = case.prepare()
     call()  # compiles
-    # what one call has for the first time is not the op's
+    # The first call may allocate what the op keeps.
     peaks[name] = min(peak_above_inputs(call, torch.device("cpu")) for _ in range(2))
 print(json.dumps(peaks))
 """
@@ -420,6 +438,6 @@ def peaks() -> dict[str, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("case", MEMORY_CASES)
 def test_peak_is_the_gradients(case: str, peaks: dict[str, int]) -> None:
-    """Above the inputs, and 2 MiB: no copy of the logits, nothing for who needs no gradient."""
+    """Above the inputs there is no copy of the logits, and no gradient that nobody needs."""
     made = MEMORY_CASES[case].gradients * ROWS * VOCAB * 2 + MEMORY_CASES[case].results
     assert made <= peaks[case] + MIB and peaks[case] <= made + 2 * MIB

@@ -1,4 +1,4 @@
-"""What is refused: the same error on every rank, before anything is communicated."""
+"""Invalid arguments raise the same error on every rank before any communication."""
 
 from __future__ import annotations
 
