@@ -2,5 +2,5 @@
 
 import warnings
 
-# torch says so in every process that compiles, and works without NumPy.
+# Every process that compiles warns that there is no NumPy, which torch does not need.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")

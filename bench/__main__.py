@@ -1,6 +1,6 @@
-"""``python -m bench``: every op's time and memory, against plain PyTorch."""
+"""``python -m bench``"""
 
-from bench.cli import main
+from bench.measure.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""The bench runs, measures memory right and takes no wrong value; the memory floor it shows."""
+"""The bench runs, measures memory right and refuses to time wrong values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 import dtensor_vocab as dv
-from bench import cli, first_call, naive, peak
-from bench.breakdown import breakdown, main
-from bench.cases import Case, Run
-from bench.measure import BenchError, measure
-from bench.ops import GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, OPS, OURS, Op
+from bench import naive
+from bench.measure import cli, first_call, peak
+from bench.measure.cases import Case, Run, gradient_bytes
+from bench.measure.ops import GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, OPS, OURS, Op
+from bench.measure.process import BenchError, Measured, measure
 from bench.options import writable
-from bench.report import gradient_bytes
-from bench.worker import Measured, _mesh
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -88,34 +86,20 @@ def test_checking_a_file_leaves_it_as_it_is(tmp_path: Path) -> None:
     assert writable(str(old)) == old and old.read_text() == "kept"
 
 
-@pytest.mark.parametrize(
-    ("stated", "expected"), [("3", 3), ("5,2", 5), ("", None), ("0", None), ("many", None)]
-)
-def test_omp_num_threads_is_respected(
-    stated: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+def test_plot_is_refused_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", stated)
-    used, cores = [], len(os.sched_getaffinity(0))
-    monkeypatch.setattr(torch, "set_num_threads", used.append)
-    with _mesh(1, 0, "", "cpu"):
-        assert used == [expected or cores]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        cli.main(["--plot", os.devnull])
+    assert 'pip install -e ".[plot]"' in capsys.readouterr().err
 
 
-def test_breakdown_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "python -m bench.breakdown" in capsys.readouterr().out
-
-
-def test_breakdown() -> None:
-    lines = breakdown(8, 64)
-    assert [line[:2] for line in lines] == [
-        *[("kl_div", "forward")] * 4,
-        *[("kl_div", "backward")] * 4,
-        *[("cross_entropy", "forward")] * 3,
-        *[("cross_entropy", "backward")] * 4,
-    ]
-    assert all(ms > 0 for *_, ms in lines)
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plot.svg"
+    assert cli.main(["--plot", str(file), "--device", "cpu", "--quick"]) == 0
+    assert "time (ms)" in file.read_text()
 
 
 def test_every_public_op_is_measured() -> None:
@@ -167,22 +151,24 @@ def test_an_error_in_a_process_is_raised() -> None:
 # ------------------------------------------------------------------ memory
 
 
-def measure_known_allocation(way: str) -> int:
-    peak.return_freed_blocks()
-    with getattr(peak, way)() as grown:
-        first = torch.ones(16 * MIB)
-        second = torch.ones(8 * MIB)
-        del first, second
-        third = torch.ones(4 * MIB)
+def allocate() -> None:
+    """At most 96 MiB at a time."""
+    first = torch.ones(16 * MIB)
+    second = torch.ones(8 * MIB)
+    del first, second
+    third = torch.ones(4 * MIB)
     assert third.numel()
-    return grown()
 
 
-@pytest.mark.parametrize("way", ["_resident_peak", "_sampled_peak"])
-def test_peak_of_a_known_allocation(way: str) -> None:
+def measure_known_allocation() -> int:
+    peak.return_freed_blocks()
+    return peak.peak_above_inputs(allocate, torch.device("cpu"))
+
+
+def test_peak_of_a_known_allocation() -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as process:
-        grown = process.submit(measure_known_allocation, way).result()
+        grown = process.submit(measure_known_allocation).result()
     assert abs(grown / MIB - 96) < 2
 
 

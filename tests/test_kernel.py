@@ -342,7 +342,7 @@ def test_kernels_ignore_the_default_backend() -> None:
 MEASURE_PEAKS = """
 import json
 import torch
-from bench.peak import peak_above_inputs, return_freed_blocks
+from bench.measure.peak import peak_above_inputs, return_freed_blocks
 from tests.test_kernel import MEMORY_CASES
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import dtensor_vocab as dv
-from bench.ops import OPS as MEASURED
+from bench.measure.ops import OPS as MEASURED
 from tests import oracle
 from tests.ops import OPS
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from bench import peak
+from bench.measure.peak import resident
 from tests.ops import Layout, check, draw, named
 
 STEPS, WARM_UP = 150, 50
@@ -17,9 +17,9 @@ VOCAB = 4099
 LEAST_ROWS = 4
 
 
-def resident() -> int:
+def in_use() -> int:
     gc.collect()
-    return peak._status("VmRSS")
+    return resident()
 
 
 @pytest.mark.ranks(4)
@@ -38,7 +38,7 @@ def soak(layout: Layout | None) -> None:
     steps_with_rows = 0
     for step in range(STEPS):
         if step == WARM_UP:
-            before, steps_with_rows = resident(), 0
+            before, steps_with_rows = in_use(), 0
         rows, k = (int(torch.randint(most, (), generator=generator)) for most in (8, 6))
         rows += (LEAST_ROWS - 1) * (rows > 0)
         steps_with_rows += rows > 0
@@ -50,4 +50,4 @@ def soak(layout: Layout | None) -> None:
             inputs[op.ids_name][: -(-rows // 2)] = -100  # all of the first rank's
         check(op, inputs, layout)
     # Steps that kept their logits would keep at least twice as much.
-    assert resident() - before < steps_with_rows * LEAST_ROWS * VOCAB * 4 / 2
+    assert in_use() - before < steps_with_rows * LEAST_ROWS * VOCAB * 4 / 2

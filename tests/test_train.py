@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
 
 import dtensor_vocab as dv
-from bench import naive, train
-from bench.job import Job, Outcome, Run, merge, train_one, train_ranks
-from bench.launch import launch
-from bench.text import UNKNOWN, text_ids, windows
+from bench import naive
+from bench.train import cli as train
+from bench.train.job import Job, Outcome, Run, merge, train_one, train_ranks
+from bench.train.launch import launch
+from bench.train.text import UNKNOWN, text_ids, windows
 
 pytestmark = pytest.mark.ranks(1)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from bench.ops import OPS
+from bench.measure.ops import OPS
 
 if TYPE_CHECKING:
-    from bench.cases import Case
+    from bench.measure.cases import Case
 
 __all__ = ["local_part", "make", "place", "placement", "upstream", "vocab_dim"]
 

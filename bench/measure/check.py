@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bench.inputs import local_part, placement, vocab_dim
-from bench.ops import Op, as_tuple
+from bench.measure.inputs import local_part, placement, vocab_dim
+from bench.measure.ops import Op, as_tuple
 
 __all__ = ["check", "sample"]
 

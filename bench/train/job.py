@@ -24,8 +24,8 @@ from torch.func import functional_call
 
 import dtensor_vocab as dv
 from bench import naive
-from bench.model import Decoder, parallelize
-from bench.text import UNKNOWN, text_ids, windows
+from bench.train.model import Decoder, parallelize
+from bench.train.text import UNKNOWN, text_ids, windows
 
 IGNORED = -100
 ENTROPY_BONUS = 0.01

@@ -18,11 +18,11 @@ from dataclasses import asdict, fields
 
 import torch
 
-from bench.job import Job, Outcome, merge, train_one, train_ranks
-from bench.launch import launch
-from bench.model import HEAD_DIM
 from bench.options import above_zero, at_least
-from bench.text import text_words
+from bench.train.job import Job, Outcome, merge, train_one, train_ranks
+from bench.train.launch import launch
+from bench.train.model import HEAD_DIM
+from bench.train.text import text_words
 
 FP32_ALLOWS = {"loss": 2e-5, "gradient norm": 5e-4, "weight": 2e-5}
 """Several times what the default run shows, which is less than the one rank differs from itself in

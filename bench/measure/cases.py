@@ -1,4 +1,4 @@
-"""The cases of a run, in groups of what is timed in turns."""
+"""The cases of a run, in groups that are timed in turns."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.ops import COMPILED, GATHER, LOSS_PARALLEL, NAIVE, OPS, OURS, Op
+import torch
 
-__all__ = ["Case", "Group", "Run", "groups", "quick_groups"]
+from bench.measure.ops import COMPILED, GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, OPS, OURS, Op
 
-GROWN = ("logprobs",)
-"""Ops that are measured at four times the rows and at four times the vocabulary as well."""
-GROWN_UP_TO = 1 << 28
-"""Logits beyond which four times as many, and all that naive code makes of them, need not fit."""
+__all__ = ["Case", "Group", "Run", "gradient_bytes", "groups", "logits_bytes"]
+
+LARGEST_TO_GROW = 1 << 28
+"""Logits beyond this number are not measured at four times the rows and the vocabulary too."""
 SMALL = (8, 64)
-"""Logits so small that the fixed cost of a call is all there is."""
+"""Logits so few that a call takes its fixed cost."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ Group = tuple[Run, ...]
 
 
 def groups(rows: int, vocab: int, dtype: str, ranks: int) -> Iterator[Group]:
-    """Every op on ``rows`` x ``vocab`` logits; on several ranks, each in its first form."""
+    """Every op on ``rows`` x ``vocab`` logits; on several ranks, the first form of each."""
     families = set()
     for op in OPS.values():
         if op.name != "step" and (ranks == 1 or op.family not in families):
@@ -55,16 +55,6 @@ def groups(rows: int, vocab: int, dtype: str, ranks: int) -> Iterator[Group]:
     yield _with_compiled(Case("logprobs", SMALL, dtype, ranks))
 
 
-def quick_groups(rows: int, vocab: int, dtype: str, ranks: int) -> Iterator[Group]:
-    """The first form of an op, without what only tells how it grows."""
-    families = set()
-    for group in groups(rows, vocab, dtype, ranks):
-        case = group[0].case
-        if OPS[case.op].family not in families:
-            yield tuple(run for run in group if run.case == case)
-        families.add(OPS[case.op].family)
-
-
 def _group(op: Op, rows: int, vocab: int, dtype: str, ranks: int) -> Group:
     batch = math.gcd(rows, 8)
     shape = (batch, rows // batch, vocab) if op.sliced else (rows, vocab)
@@ -73,9 +63,7 @@ def _group(op: Op, rows: int, vocab: int, dtype: str, ranks: int) -> Group:
         providers = [OURS, GATHER] + [LOSS_PARALLEL] * (op.loss_parallel is not None)
         return tuple(Run(case, provider) for provider in providers)
     group = [Run(case, provider) for provider in (OURS, *op.others, NAIVE, NAIVE + COMPILED)]
-    if op.name == "logprobs_and_entropy":
-        group.append(Run(Case("logprobs", case.shape, dtype), OURS))
-    if op.name in GROWN and rows * vocab <= GROWN_UP_TO:
+    if op.name == "logprobs" and rows * vocab <= LARGEST_TO_GROW:
         larger = ((4 * rows, vocab), (rows, 4 * vocab))
         group += [Run(Case(op.name, shape, dtype), OURS) for shape in larger]
     return tuple(group)
@@ -85,3 +73,14 @@ def _with_compiled(case: Case) -> Group:
     other = NAIVE if case.ranks == 1 else LOSS_PARALLEL
     providers = (OURS, OURS + COMPILED, other, other + COMPILED)
     return tuple(Run(case, provider) for provider in providers)
+
+
+def logits_bytes(case: Case) -> int:
+    return math.prod(case.shape) * getattr(torch, case.dtype).itemsize
+
+
+def gradient_bytes(run: Run) -> float:
+    """Bytes of the gradients that a run makes on each rank."""
+    if run.provider == IN_PLACE:
+        return 0
+    return len(OPS[run.case.op].gradients) * logits_bytes(run.case) / run.case.ranks

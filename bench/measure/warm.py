@@ -1,6 +1,6 @@
-"""Imported once, before processes are forked: what a first compilation loads and sets up.
+"""Loads and sets up what every first compilation needs. Processes are forked after it.
 
-With one thread and on the CPU, so that there is nothing running that a fork would lose.
+It compiles with one thread, because a fork keeps no others.
 """
 
 import torch

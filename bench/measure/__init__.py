@@ -1,0 +1,1 @@
+"""Times the ops and measures their memory: ``python -m bench``."""

@@ -1,0 +1,1 @@
+"""The training job: ``python -m bench.train``."""
