@@ -136,7 +136,7 @@ def merge_softmax(stats: Tensor, temperature: Tensor | None, summed: bool = Fals
     maximum, total, shift = merge_norms(m, s, temperature)
     log_sum, mean_log_p = total.log(), None
     w = masked_product(shift.exp(), w + s * shift).sum(-1)
-    entropy = (log_sum - w / total).clamp_min(0)
+    entropy = log_sum - w / total  # never negative, since S >= 1 and W <= 0
     if summed:
         t, share = stats[..., 4], stats[..., 5]
         mean_log_p = (t + masked_product(share, shift)).sum(-1) - log_sum

@@ -240,8 +240,8 @@ def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:
     get 0.
     """
     live, maximum = terms.a != 0, saved[..., :1]
-    for coefficient in (terms.b, terms.u):
-        live = live if coefficient is None else live | (coefficient != 0)
+    if terms.u is not None:
+        live = live | (terms.u != 0)
     if terms.c is not None:
         live = live | (terms.c != 0).any(-1, keepdim=True)
     if terms.at_index is not None:

@@ -238,6 +238,20 @@ def test_inputs_of_inference_mode(
         assert_identical(actual, call(NOWHERE(), mesh))
 
 
+def test_teacher_of_inference_mode_on_simulated_ranks(eager_kernels: None) -> None:
+    """Its local tensors are a subclass, whose storage is not their memory."""
+    inputs = draw(OP["kl_div"])
+    with on_mesh((2,)) as mesh:
+        student = place("student", inputs["student"], mesh, tp(2), inputs)
+        with torch.inference_mode():
+            teacher = place("teacher", inputs["teacher"], mesh, tp(2), inputs)
+        value = dv.kl_div(student.requires_grad_(), teacher)
+        value.sum().backward()
+    expected = dv.kl_div(*inputs.values())
+    for local in parts(value).values():
+        torch.testing.assert_close(local.detach(), expected)
+
+
 def test_teacher_of_inference_mode_is_not_copied(eager_kernels: None) -> None:
     """The operators read its own memory."""
     seen = []

@@ -137,6 +137,15 @@ def test_strided_logits_with_compiled_kernels(op: Op) -> None:
     check(op, strided(op, "all but the last position"))
 
 
+@eager
+@pytest.mark.parametrize("op", [OP["logprobs"], OP["entropy"], OP["kl_div"]], ids=str)
+def test_gradient_of_strided_logits_is_contiguous(op: Op) -> None:
+    inputs = strided(op, "columns first")
+    leaves = [inputs[name].requires_grad_() for name in op.differentiable]
+    for grad in torch.autograd.grad(op(*inputs.values())[0].sum(), leaves):
+        assert grad.is_contiguous()
+
+
 UPSTREAM: dict[str, Callable[[Tensor], Tensor]] = {
     "stride 0": lambda grad: torch.full((), 0.75).expand(grad.shape),
     "transposed": lambda grad: grad.transpose(0, 1).contiguous().transpose(0, 1),

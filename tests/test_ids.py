@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from dtensor_vocab.ids import sum_equal
 from tests.ops import OP, OPS, WITH_IDS, Layout, Op, check, draw, expect, named, place, tp
 from tests.oracle import assert_values
 from tests.ranks import Collectives, distribute, on_mesh, part, parts
@@ -209,6 +210,15 @@ def test_more_ids_than_tokens(op: Op, k: int, layout: Layout | None) -> None:
     """64 ids are compared with each other, 200 are sorted."""
     op = k_ids(op, k)
     check(op, draw(op), layout)
+
+
+@pytest.mark.parametrize("k", [3, 200], ids=["compared", "sorted"])
+def test_small_sums_of_equal_ids_survive_large_ones(k: int) -> None:
+    ids = torch.arange(k).unsqueeze(0)
+    values = torch.ones(1, k)
+    values[0, 0] = 1e9
+    (sums,) = sum_equal(ids, values)
+    assert sums.equal(values)
 
 
 # ------------------------------------------------------------------ no rows, no ids

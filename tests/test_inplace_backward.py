@@ -123,12 +123,16 @@ def test_backward_twice(op: Op, layout: Layout | None) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-@pytest.mark.parametrize("way", ["expanded", "overlapping"])
+@pytest.mark.parametrize("way", ["expanded", "overlapping", "overlapping in three dims"])
 def test_rows_that_share_memory_are_refused(op: Op, way: str) -> None:
     inputs = draw(op)
     whole = inputs["logits"]
     overlapping = whole.view(-1).unfold(0, 10, 9)[:6]
-    inputs["logits"] = whole[:1].expand(6, 10) if way == "expanded" else overlapping
+    if way == "overlapping in three dims":  # 0 + 1 + 2 * 2 is the first element of the next entry
+        inputs = draw(op, (2, 3), 2)
+        inputs["logits"] = torch.randn(11).as_strided((2, 3, 2), (5, 2, 1))
+    else:
+        inputs["logits"] = whole[:1].expand(6, 10) if way == "expanded" else overlapping
     with pytest.raises(
         ValueError, match=rf"^{op.name}: expected logits without overlapping memory"
     ):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dtensor_vocab.kernels import kernel
+from dtensor_vocab.row_blocks import blocks
 from tests.ops import OP, OPS, Op, check, draw, expect, observe, tp
 from tests.oracle import assert_values
 
@@ -110,13 +111,15 @@ def unique_graphs() -> int:
 def test_leading_shapes_share_kernels(op: Op) -> None:
     """Nothing is compiled for one row, for dims of size 1 or for more dims."""
     check(op, draw(op, (7,)))
-    others = [(9,), (1,), (), (1, 1), (1, 5), (5, 1), (4, 6), (4, 1, 6)]
+    others = [(9,), (1,), (), (0,), (1, 1), (1, 5), (5, 1), (4, 6), (4, 1, 6)]
     assert graphs_compiled(lambda: [check(op, draw(op, rows)) for rows in others]) == 0
+    transposed = {name: x.transpose(0, 1) for name, x in draw(op, (7, 1)).items()}
+    assert graphs_compiled(lambda: check(op, transposed)) == 0
 
 
 @pytest.mark.parametrize("op", SHARED, ids=str)
 def test_callers_share_kernels(op: Op) -> None:
-    """Plain tensors and DTensors, inference mode, and any way to sum one value for each row."""
+    """Plain tensors and DTensors, inference mode, autocast, and gradients of any strides."""
     check(op, draw(op, (7,)))
     inputs = list(draw(op, (7,)).values())
 
@@ -125,6 +128,8 @@ def test_callers_share_kernels(op: Op) -> None:
         with torch.inference_mode():
             op(*inputs)
             op(*[x.clone() for x in inputs])
+        with torch.autocast("cpu", torch.bfloat16):
+            op(*inputs)
         leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
         values = op(*inputs)[0]
         torch.autograd.grad(values.sum() if values.dim() == 1 else values.square().sum(), leaves)
@@ -145,6 +150,21 @@ def test_sliced_logits_share_kernels(op: Op) -> None:
     call(4, 7)
     others = [(6, 9), (1, 4, 7), (4, 1, 7), (4, 8, 7)]
     assert graphs_compiled(lambda: [call(*rows) for rows in others]) == 0
+
+
+def test_lone_row_is_overwritten_by_its_gradient() -> None:
+    """Compiled kernels take it as two rows."""
+    op = OP["logprobs"]
+    observed = check(op, draw(op, (1,)), inplace_backward=True)
+    assert observed.gradients["logits"].ne(0).any()
+
+
+def test_blocks_have_a_bounded_number_of_rows() -> None:
+    x = torch.arange(4 * 6 * 2).view(4, 6, 2)
+    for most in (1, 4, 6, 13, 100):
+        taken = [block for (block,) in blocks([x], most)]
+        assert all(block[..., 0].numel() <= most for block in taken)
+        assert torch.cat([block.reshape(-1, 2) for block in taken]).equal(x.view(-1, 2))
 
 
 def test_last_block_of_one_row_is_not_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +345,26 @@ def test_warm_kernel_stays_compiled(how: str) -> None:
         recorded.check()
         torch.compiler.disable(recorded.check)()
     assert recorded.uncompiled == []
+
+
+def test_kernel_that_fails_to_compile_is_tried_once(
+    blocks_of_two_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def compile_nothing(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(*args: Any) -> None:
+            tried.append(args)
+            raise OSError("no compiler")
+
+        return fail
+
+    monkeypatch.setattr("dtensor_vocab.kernels._compile", compile_nothing)
+    recorded = Recorded()
+    with pytest.warns(match="because OSError: no compiler"):
+        recorded.check()
+    recorded.check()
+    assert len(tried) == 1
 
 
 def test_kernels_ignore_the_default_backend() -> None:

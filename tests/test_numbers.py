@@ -56,6 +56,8 @@ ROWS = {
     "NaN": [0, 1, NAN, 0.5, 2, -1, 0.25, 1],
     "+inf": [0, 1, INF, 0.5, 2, -1, 0.25, 1],
     "all NaN": [NAN] * 8,
+    "little in the last shard": [0, 1, 0.5, 2, 0, -1, -200, -200],
+    "nothing in the last shard": [0, 1, 0.5, 2, 0, -1, -INF, -INF],
 }
 NOT_A_NUMBER = ("NaN", "+inf", "all NaN")
 
@@ -376,11 +378,33 @@ def test_divergence_of_equal_logits_is_exactly_zero(
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", PAIRS, ids=str)
 def test_divergence_is_never_negative(op: Op, layout: Layout | None) -> None:
-    """Pairs that are equal but for rounding, where cancellation could have its way."""
-    student = torch.randn(512, 24) * torch.logspace(-2, 2, 512).unsqueeze(-1)
-    teacher = student + 1e-5 * torch.randn(512, 24)
+    """The pairs are equal up to rounding, where terms of both signs cancel."""
+    student = torch.randn(2048, 24) * torch.logspace(-2, 1, 2048).unsqueeze(-1)
+    teacher = student * (1 + 1e-7 * torch.randn(2048, 24))
     observed = observe_in(op, {"student": student, "teacher": teacher}, layout)
     assert all((local >= 0).all() for local in parts(observed.outputs[0]).values())
+
+
+@eager
+def test_jensen_shannon_of_a_denormal_probability() -> None:
+    """Its share in the mixture underflows to 0."""
+    op = OP["js_div(beta=0.3)"].with_options(beta=0.999)
+    student, teacher = torch.tensor([[[0.0, -101.0]], [[0.0, -INF]]])
+    check(op, {"student": student, "teacher": teacher})
+
+
+@eager
+@pytest.mark.parametrize("op", [OP["logprobs"], OP["entropy"]], ids=str)
+def test_gradient_of_tiny_probabilities_keeps_its_digits(op: Op) -> None:
+    inputs = draw(op, (1,), 4)
+    inputs["logits"] = torch.tensor([[0.0, -30.0, -60.0, -80.0]])
+    if op.ids_name:
+        inputs[op.ids_name].zero_()
+    expected = expect(op, inputs, [torch.ones(1)])
+    gradient = observe(op, inputs, grads=[torch.ones(1)]).gradients["logits"].double()
+    torch.testing.assert_close(
+        gradient[:, 1:], expected.gradients["logits"][:, 1:], rtol=1e-5, atol=0
+    )
 
 
 @eager

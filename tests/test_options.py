@@ -189,6 +189,28 @@ def test_ties_go_to_the_lower_id(op: Op, layout: Layout | None) -> None:
     check(op.with_options(k=6) if "k" in op.options else op, {"logits": logits}, layout)
 
 
+@pytest.mark.parametrize("vocab", [8, 200], ids=["all columns", "chunks of columns"])
+def test_topk_orders_nan_and_both_zeros_by_id(vocab: int) -> None:
+    """NaN counts as the largest, and -0.0 equals 0.0."""
+    logits = torch.full((2, vocab), -1.0)
+    logits[0, 1::2] = 0.0
+    logits[0, 2::4] = -0.0
+    logits[1, ::3] = torch.nan
+    ids = dv.topk_logprobs(logits, 6)[1]
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :6]
+    assert ids[:, :3].equal(expected[:, :3])
+    if vocab > 8:
+        assert ids.equal(expected)
+
+
+def test_z_loss_that_cancels_the_softmax_leaves_the_smoothing() -> None:
+    """The coefficient of the softmax is 1 + 2 ζ lse = 0."""
+    check(
+        options("cross_entropy", reduction="none", label_smoothing=1.0, z_loss=0.5),
+        {"logits": torch.tensor([[-1.0]]), "target": torch.zeros(1, dtype=torch.int64)},
+    )
+
+
 def test_mean_is_over_the_valid_positions_of_all_ranks() -> None:
     """Data-parallel ranks have 3, 1, 0 and 2 of them."""
     op = options("cross_entropy")

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dtensor_vocab as dv
+from dtensor_vocab.checks import check_logits
 from tests.ops import AT_IDS, OP, OPS, PAIRS, WITH_IDS, Op, draw, named
 from tests.ranks import Collectives, distribute, from_parts, on_mesh, ranks_here
 
@@ -233,8 +234,8 @@ def test_teacher_ids_have_a_k_axis() -> None:
 # ------------------------------------------------------------------ placements
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], str]] = {
-    "Partial": ((2,), [Partial()], "Partial"),
-    "Partial beside Shard": ((2, 2), [Partial(), Shard(-1)], "Partial"),
+    "Partial": ((2,), [Partial()], "redistribute what is Partial"),
+    "Partial beside Shard": ((2, 2), [Partial(), Shard(-1)], "redistribute what is Partial"),
     "two mesh dims": ((2, 2), [Shard(1), Shard(-1)], "two mesh dims"),
     "_StridedShard": ((2, 2), [_StridedShard(1, split_factor=2), Replicate()], "_StridedShard"),
     "_StridedShard of rows": (
@@ -349,6 +350,21 @@ def test_equal_meshes_need_not_be_the_same_object(op: Op) -> None:
         assert again is not mesh
         op(distribute(student, mesh, [Shard(-1)]), distribute(teacher, again, [Shard(-1)]))
         op(distribute(student, mesh, [Shard(-1)]), distribute(teacher, again, [Shard(1)]))
+
+
+def test_temperature_that_requires_grad_is_accepted_without_grad() -> None:
+    logits, index = draw(OP["logprobs"]).values()
+    temperature = torch.full((6,), 0.5, requires_grad=True)
+    with torch.no_grad():
+        expected = dv.logprobs(logits, index, temperature=temperature.detach())
+        assert dv.logprobs(logits, index, temperature=temperature).equal(expected)
+
+
+def test_largest_vocabularies_are_accepted() -> None:
+    """fp32 can hold ids up to 2**24, and fp64 more."""
+    for dtype, columns in [(torch.float32, 2**24), (torch.float64, 2**24 + 1)]:
+        logits = torch.zeros(1, 1, dtype=dtype).expand(1, columns)
+        assert check_logits("entropy", logits, None).sizes.columns == columns
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
