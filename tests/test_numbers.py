@@ -66,7 +66,7 @@ def special(op: Op) -> Inputs:
     """Every row; for divergences every pair, except NaN beside -inf, which has no rule."""
     if len(op.logits) == 1:
         logits = torch.tensor(list(ROWS.values()))
-        others = draw(op, (len(ROWS),), vocab=8)
+        others = draw(op, (len(ROWS),), vocab=8, seed=1)
         return {**others, op.logits[0]: logits}
     rows = [
         (mine, other)
