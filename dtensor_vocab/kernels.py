@@ -26,7 +26,7 @@ from dtensor_vocab._private import (
     compiles_nothing_new,
     is_traced_for_a_graph,
 )
-from dtensor_vocab.row_blocks import in_blocks
+from dtensor_vocab.row_blocks import ALIGNMENT, in_blocks
 
 __all__ = ["kernel", "merge_kernel"]
 
@@ -35,21 +35,31 @@ EAGER_BLOCK = 1 << 18
 INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1 << 10}
 """Inductor stores long expressions by default, which then takes buffers of the logits' size (two
 for the terms of ``js_div``, seen on torch 2.11)."""
+GPU_OPTIONS: dict[str, Any] = {
+    "use_fast_math": True,  # 2 instructions for an exponential, not 8; its error is 2 ulp
+    "split_reductions": False,  # or the number of rows of the first call decides for all
+}
+ELEMENTWISE_GPU_OPTIONS: dict[str, Any] = {
+    "triton.prefer_nd_tiling": True,  # or each logit divides its position by V to find its row
+}
 
 
-def kernel(fn: Callable[..., Any], mutates: bool = False) -> Callable[..., Any]:
+def kernel(
+    fn: Callable[..., Any], mutates: bool = False, elementwise: bool = False
+) -> Callable[..., Any]:
     """Wraps ``fn``, pure tensor code without data-dependent control, to run as one kernel.
 
     Its first arguments are logits from :class:`~dtensor_vocab.row_blocks.ByRow`, which it flattens
     by :func:`~dtensor_vocab.row_blocks.flat`. All other tensors and the results have the rows as
     their first dim, except for 0-d tensors. A float arrives as a 0-d tensor. A kernel that
-    ``mutates`` writes to its first argument.
+    ``mutates`` writes to its first argument. One that is ``elementwise`` has results of the logits'
+    shape and reduces nothing.
     """
 
     def eagerly(*args: Any) -> Any:
         return in_blocks(fn, args, EAGER_BLOCK // args[0].shape[-1])
 
-    return _kernel(fn, eagerly, mutates)
+    return _kernel(fn, eagerly, mutates, elementwise)
 
 
 def merge_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +68,10 @@ def merge_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kernel(
-    fn: Callable[..., Any], eagerly: Callable[..., Any], mutates: bool = False
+    fn: Callable[..., Any],
+    eagerly: Callable[..., Any],
+    mutates: bool = False,
+    elementwise: bool = False,
 ) -> Callable[..., Any]:
     variants: dict[Any, Callable[..., Any]] = {}
 
@@ -71,9 +84,9 @@ def _kernel(
             if _backend() == "inductor" and not is_traced_for_a_graph():
                 try:
                     if not _is_lone_row(args[0]):
-                        return _run_compiled(fn, variants, args)
+                        return _run_compiled(fn, variants, args, elementwise)
                     twice = tuple(map(_twice, args))
-                    results = _run_compiled(fn, variants, twice)
+                    results = _run_compiled(fn, variants, twice, elementwise)
                     if mutates:
                         args[0].copy_(twice[0][:1])
                     return _first_row(results)
@@ -114,7 +127,10 @@ class NotCompiled(Exception):
 
 
 def _run_compiled(
-    fn: Callable[..., Any], variants: dict[Any, Callable[..., Any]], args: tuple[Any, ...]
+    fn: Callable[..., Any],
+    variants: dict[Any, Callable[..., Any]],
+    args: tuple[Any, ...],
+    elementwise: bool,
 ) -> Any:
     """Runs the compiled variant for these arguments, or raises :class:`NotCompiled`."""
     obstacle = compiler_obstacle()
@@ -124,7 +140,10 @@ def _run_compiled(
     if key not in variants:
         if compiles_nothing_new():
             raise NotCompiled("torch.compiler.set_stance forbids further compilation")
-        variants[key] = _compile(fn)
+        options = INDUCTOR_OPTIONS
+        if args[0].device.type != "cpu":
+            options = options | GPU_OPTIONS | (ELEMENTWISE_GPU_OPTIONS if elementwise else {})
+        variants[key] = _compile(fn, options)
     try:
         with alike_to_guards():
             return variants[key](*args)
@@ -138,7 +157,7 @@ def _run_compiled(
     return refuse()
 
 
-def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """``fn`` compiled. The result raises :class:`NotCompiled` where it runs as plain Python.
 
     ``torch.compile`` may hand its function back at any call, for instance under
@@ -157,7 +176,7 @@ def _compile(fn: Callable[..., Any]) -> Callable[..., Any]:
     code = compiled.__code__.replace(co_name=fn.__name__, co_firstlineno=next(_numbers))
     compiled.__code__ = code
     return torch.compile(
-        compiled, backend="inductor", dynamic=True, fullgraph=True, options=INDUCTOR_OPTIONS
+        compiled, backend="inductor", dynamic=True, fullgraph=True, options=options
     )
 
 
@@ -184,10 +203,18 @@ def _variant(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         sizes = tuple(min(size, 2) for size in arg.shape)
         strides = tuple(min(stride, 2) for stride in arg.stride())
-        return arg.dtype, arg.device, sizes, strides
+        return arg.dtype, arg.device, sizes, strides, _alignment(arg)
     if isinstance(arg, tuple):
         return tuple(map(_variant, arg))
     return int if type(arg) is int and not 0 <= arg <= 1 else arg
+
+
+def _alignment(x: Tensor) -> tuple[bool, ...]:
+    """Which of the numbers that vector loads on a GPU depend on are multiples of 16."""
+    if x.device.type == "cpu" or x.dim() < 2:
+        return ()
+    offset = x.storage_offset() * x.element_size()
+    return tuple(n % ALIGNMENT == 0 for n in (x.shape[-1], *x.stride()[:-1], offset))
 
 
 def _warn_eager(reason: str) -> None:

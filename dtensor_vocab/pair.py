@@ -20,11 +20,19 @@ from dtensor_vocab._private import overload
 from dtensor_vocab.autograd import empty_grad
 from dtensor_vocab.faults import coverage
 from dtensor_vocab.kernels import kernel
-from dtensor_vocab.numerics import log_prob, math_dtype, rebase, scaled, to_math
+from dtensor_vocab.numerics import (
+    log_prob,
+    masked_product,
+    math_dtype,
+    merge_norms,
+    rebase,
+    scaled,
+    to_math,
+)
 from dtensor_vocab.operators import operator, with_signature
-from dtensor_vocab.row_blocks import ByRow, flat
+from dtensor_vocab.row_blocks import ByRow, chunked, flat, in_chunks
 
-__all__ = ["CROSS_SCALE", "PairGradient", "kl_div_stats", "log_probs"]
+__all__ = ["CROSS_SCALE", "PairGradient", "kl_div_stats", "log_probs", "merge_sums"]
 
 
 # ---- statistics of a shard
@@ -68,21 +76,57 @@ would overflow it otherwise."""
 def _shard_stats(a, b, temperature, start, width, sizes, cross):
     dtype = math_dtype(a, b)
     a, b = (to_math(x, start, sizes, dtype) for x in flat(a, b))
+    covered = coverage(a, None, temperature, start, width, sizes)
+    if in_chunks(a):
+        a, b = chunked(a, -torch.inf), chunked(b, -torch.inf)
+        by_row = None if temperature is None else temperature.unsqueeze(-1)
+        sums = merge_sums(*_sums(a, b, by_row, cross, a.dtype), temperature=temperature)
+    else:
+        sums = _sums(a, b, temperature, cross, torch.float64)
+    m_a, s_a, m_b, s_b, *c = sums
+    return torch.stack([m_a, s_a, covered, m_b, s_b, *c], -1)
+
+
+def _sums(a, b, temperature, cross, sum_dtype) -> list[Tensor]:
+    """m_A, s_A, m_B, s_B and, if ``cross``, c over the last dim."""
     maximum_a, maximum_b = a.amax(-1), b.amax(-1)
     x = rebase(a, maximum_a.unsqueeze(-1), None)
     y = rebase(b, maximum_b.unsqueeze(-1), None)
     mass = scaled(x, temperature).exp()
-    covered = coverage(a, None, temperature, start, width, sizes)
-    stats = [maximum_a, mass.sum(-1), covered, maximum_b, scaled(y, temperature).exp().sum(-1)]
+    sums = [maximum_a, mass.sum(-1), maximum_b, scaled(y, temperature).exp().sum(-1)]
     if not cross:
-        return torch.stack(stats, -1)
+        return sums
     # Where the mass underflows to 0, c is infinite if b alone masks the token. Halving the logits
     # keeps the difference of two large finite masks from overflowing.
     gap = a / 2 - b / 2
     without_mass = torch.where(gap == torch.inf, gap, 0)
-    terms = torch.where(mass > 0, mass * (x - y), without_mass)
-    c = terms.sum(-1, dtype=torch.float64) * CROSS_SCALE
-    return torch.stack([*stats, c.to(dtype)], -1)
+    if sum_dtype == torch.float64:
+        terms = torch.where(mass > 0, mass * (x - y), without_mass)
+        c = terms.sum(-1, dtype=torch.float64) * CROSS_SCALE
+    else:  # scaled before the sum, which might overflow
+        c = torch.where(mass > 0, mass * ((x - y) * CROSS_SCALE), without_mass).sum(-1)
+    return [*sums, c.to(a.dtype)]
+
+
+def merge_sums(
+    m_a: Tensor,
+    s_a: Tensor,
+    m_b: Tensor,
+    s_b: Tensor,
+    c: Tensor | None = None,
+    *,
+    temperature: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """M_A, S_A, M_B, S_B and, where it is given, C times ``CROSS_SCALE``, of ``[rows, shards]``."""
+    maximum_a, total_a, shift_a = merge_norms(m_a, s_a, temperature)
+    maximum_b, total_b, _ = merge_norms(m_b, s_b, temperature)
+    if c is None:
+        return maximum_a, total_a, maximum_b, total_b
+    shift = rebase(m_a, maximum_a.unsqueeze(-1), None) - rebase(m_b, maximum_b.unsqueeze(-1), None)
+    # An infinite c does not survive the product, since the weight of its shard may be 0.
+    cross = masked_product(shift_a.exp(), c + s_a * CROSS_SCALE * shift)
+    cross = torch.where(c == torch.inf, c, cross).sum(-1)
+    return maximum_a, total_a, maximum_b, total_b, cross
 
 
 def log_probs(
@@ -157,7 +201,8 @@ class PairGradient:
             *args, to_a = args
             return both(*args)[0 if to_a else 1]
 
-        self._both, self._one = kernel(both), kernel(one)
+        self._both = kernel(both, elementwise=True)
+        self._one = kernel(one, elementwise=True)
 
     def _new(self, grad: Tensor, saved: Tensor, a: Tensor, b: Tensor, *args: Any) -> Tensor:
         """The gradient of ``a [*, V_local]`` or of ``b``, contiguous, in its dtype."""

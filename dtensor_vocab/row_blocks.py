@@ -1,4 +1,4 @@
-"""The arguments of kernels by row, and some rows of them at a time."""
+"""The arguments of kernels by row, some rows of them at a time, and rows in chunks of columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ByRow", "blocks", "flat", "in_blocks", "stats_per_row"]
+__all__ = [
+    "ALIGNMENT",
+    "CHUNK_COLUMNS",
+    "ByRow",
+    "blocks",
+    "chunked",
+    "flat",
+    "in_blocks",
+    "in_chunks",
+    "stats_per_row",
+]
 
 BLOCKS_TO_FILL_A_GPU = 256
 """A GPU processes this many blocks of a CPU's cache size at once."""
@@ -60,8 +70,45 @@ def _merged_sizes(logits: Sequence[Tensor]) -> list[int]:
 
 def flat(*logits: Tensor) -> tuple[Tensor, ...]:
     """``logits [*, V]`` as ``[rows, V]``: in compiled code no copy, whatever their strides."""
+    for x in logits:
+        _guard_alignment(x)
     rows = logits[0].shape[:-1].numel()  # one number for all, or their loops are not fused
     return tuple(x.reshape(rows, x.shape[-1]) for x in logits)
+
+
+ALIGNMENT = 16
+"""Triton loads vectors where the size and the strides of rows are multiples of it."""
+
+
+def _guard_alignment(x: Tensor) -> None:
+    """Tells Inductor, by guards, which size and strides are multiples of ``ALIGNMENT``."""
+    if x.device.type == "cpu":
+        return
+    for number in (x.shape[-1], *x.stride()[:-1]):
+        if number % ALIGNMENT == 0:
+            pass
+
+
+CHUNK_COLUMNS = 1024
+"""Columns that one program of a GPU takes. Inductor keeps this many in registers, so that it reads
+them once and takes one exponential of each."""
+
+
+def in_chunks(x: Tensor) -> bool:
+    """Whether statistics of ``x`` are those of chunks of columns, merged as shards are.
+
+    Inductor makes one read of it on GPUs from torch 2.14 on. On torch 2.11 to 2.13 it reads the
+    chunks twice and takes more instructions than without chunks.
+    """
+    return x.device.type != "cpu" and torch.__version__ >= "2.14"
+
+
+def chunked(x: Tensor, filler: float) -> Tensor:
+    """``x [rows, V]`` as ``[rows, chunks, CHUNK_COLUMNS]``, the last chunk filled up."""
+    chunks = -(-x.shape[-1] // CHUNK_COLUMNS)
+    missing = chunks * CHUNK_COLUMNS - x.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, missing), value=filler)
+    return padded.view(x.shape[0], chunks, CHUNK_COLUMNS)
 
 
 def stats_per_row(stats: Tensor) -> Tensor:

@@ -45,7 +45,14 @@ from dtensor_vocab.numerics import (
     to_math,
 )
 from dtensor_vocab.operators import operator
-from dtensor_vocab.row_blocks import ByRow, flat, stats_per_row
+from dtensor_vocab.row_blocks import (
+    CHUNK_COLUMNS,
+    ByRow,
+    chunked,
+    flat,
+    in_chunks,
+    stats_per_row,
+)
 
 __all__ = ["Softmax", "merge_at_ids", "merge_softmax", "softmax_stats"]
 
@@ -93,25 +100,50 @@ def _new_stats(logits, index, vocab_start, summed) -> Tensor:
 def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, summed):
     (logits,) = flat(logits)
     x = to_math(logits, start, sizes)
+    covered = coverage(x, index, temperature, start, width, sizes, ignore_index)
+    tokens = (Sizes(*sizes).vocab_size - start).clamp(0, width)
+    merge = in_chunks(x)
+    sums = _sums_of_chunks if merge else _sums
+    m, s, w, *t = sums(x, temperature, tokens, sizes, summed)
+    if merge:
+        m, s, w, *t = merge_sums(m, s, w, *t, temperature=temperature)
+    stats = [m, s, covered, w]
+    if summed:
+        share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
+        stats += [t[0], share.expand(m.shape)]
+    stats = torch.stack(stats, -1)
+    return stats if index is None else torch.cat([stats, pick(logits, index, start, width)], -1)
+
+
+def _sums(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
+    """m, s, w and, if ``summed``, t over the last dim of ``x``, of which ``tokens`` are tokens."""
     maximum = x.amax(-1, keepdim=True)
     # Selected after the sum, so that the sum keeps the form of a softmax, which Inductor
     # recognises.
     shifted = scaled(x - maximum, temperature)
     mass = shifted.exp()
     total = torch.where(maximum == -torch.inf, 0, mass.sum(-1, keepdim=True)).squeeze(-1)
-    maximum = maximum.squeeze(-1)
-    covered = coverage(x, index, temperature, start, width, sizes, ignore_index)
-    stats = [maximum, total, covered, shift_times_mass(shifted, mass).sum(-1)]
-    if summed:
-        vocab_size = Sizes(*sizes).vocab_size
-        tokens = (vocab_size - start).clamp(0, width)
-        column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-        shifted = rebase(x, maximum.unsqueeze(-1), temperature)
-        # each divided, since logits that stand for -inf are too large for a sum
-        stats.append(torch.where(column < tokens, shifted / vocab_size, 0).sum(-1))
-        stats.append((tokens.to(x.dtype) / vocab_size).expand(maximum.shape))
-    stats = torch.stack(stats, -1)
-    return stats if index is None else torch.cat([stats, pick(logits, index, start, width)], -1)
+    w = shift_times_mass(shifted, mass).sum(-1)
+    if not summed:
+        return maximum.squeeze(-1), total, w
+    column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+    # Each term is divided, since a sum of logits that stand for -inf would overflow.
+    shifted = rebase(x, maximum, temperature) / Sizes(*sizes).vocab_size
+    t = torch.where(column < tokens, shifted, 0).sum(-1)
+    return maximum.squeeze(-1), total, w, t
+
+
+def _sums_of_chunks(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
+    """The same for each chunk, ``[rows, chunks]``, and n / N if ``summed``."""
+    x = chunked(x, -torch.inf)
+    temperature = None if temperature is None else temperature.unsqueeze(-1)
+    if not summed:
+        return _sums(x, temperature, None, sizes, False)
+    first = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32) * CHUNK_COLUMNS
+    tokens = (tokens - first).clamp(0, CHUNK_COLUMNS)
+    share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
+    sums = _sums(x, temperature, tokens.unsqueeze(-1), sizes, True)
+    return *sums, share.expand(sums[0].shape)
 
 
 # ---- merge of the shards
@@ -130,16 +162,30 @@ class Softmax(NamedTuple):
     mean_log_p: Tensor | None
 
 
+def merge_sums(
+    m: Tensor,
+    s: Tensor,
+    w: Tensor,
+    t: Tensor | None = None,
+    share: Tensor | None = None,
+    *,
+    temperature: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """M, S, W and, where they are given, T of ``[rows, shards]``, ``share`` being n / N."""
+    maximum, total, shift = merge_norms(m, s, temperature)
+    w = masked_product(shift.exp(), w + s * shift).sum(-1)
+    if t is None or share is None:
+        return maximum, total, w
+    return maximum, total, w, (t + masked_product(share, shift)).sum(-1)
+
+
 def merge_softmax(stats: Tensor, temperature: Tensor | None, summed: bool = False) -> Softmax:
     """Merges the shards' ``stats [rows, shards, S]``; for use inside a kernel."""
-    m, s, w = stats[..., 0], stats[..., 1], stats[..., 3]
-    maximum, total, shift = merge_norms(m, s, temperature)
-    log_sum, mean_log_p = total.log(), None
-    w = masked_product(shift.exp(), w + s * shift).sum(-1)
+    columns = [stats[..., i] for i in (0, 1, 3, *(4, 5)[: 2 * summed])]
+    maximum, total, w, *t = merge_sums(*columns, temperature=temperature)
+    log_sum = total.log()
     entropy = log_sum - w / total  # never negative, since S >= 1 and W <= 0
-    if summed:
-        t, share = stats[..., 4], stats[..., 5]
-        mean_log_p = (t + masked_product(share, shift)).sum(-1) - log_sum
+    mean_log_p = t[0] - log_sum if summed else None
     picked = stats[..., 4 + 2 * summed :].sum(-2)
     log_p = log_prob(picked, maximum.unsqueeze(-1), log_sum.unsqueeze(-1), temperature)
     return Softmax(maximum, log_sum, log_p, faults_of(stats[..., 2]), entropy, mean_log_p)

@@ -104,8 +104,8 @@ class SoftmaxGradient:
             logits.copy_(at_columns(logits, grad, saved, *args).view(logits.shape))
             return saved  # A kernel must return a tensor with the rows as its first dim.
 
-        self._whole, self._at_ids = kernel(whole), kernel(at_ids)
-        self._whole_ = kernel(whole_, mutates=True)
+        self._whole, self._at_ids = kernel(whole, elementwise=True), kernel(at_ids)
+        self._whole_ = kernel(whole_, mutates=True, elementwise=True)
 
     def _new(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> Tensor:
         """The gradient of ``logits [*, V_local]``, contiguous, in their dtype.

@@ -352,7 +352,7 @@ def test_kernel_that_fails_to_compile_is_tried_once(
 ) -> None:
     tried = []
 
-    def compile_nothing(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_nothing(fn: Callable[..., Any], options: object) -> Callable[..., Any]:
         def fail(*args: Any) -> None:
             tried.append(args)
             raise OSError("no compiler")

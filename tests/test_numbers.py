@@ -98,6 +98,26 @@ def test_special_rows_with_compiled_kernels(op: Op) -> None:
 
 @eager
 @WHOLE_OR_SHARDED
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_special_rows_in_chunks_of_columns(
+    op: Op, layout: Layout | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs compute the statistics of a row so. The last chunk of a row is short."""
+    for module in ("softmax", "pair", "ops.argmax"):
+        monkeypatch.setattr(f"dtensor_vocab.{module}.in_chunks", lambda x: True)
+    for module in ("row_blocks", "softmax", "ops.argmax"):
+        monkeypatch.setattr(f"dtensor_vocab.{module}.CHUNK_COLUMNS", 3)
+    inputs = special(op)
+    check(op, inputs, layout, quarter(op, inputs))
+    options = {"vocab_size": 7} if op.ids_name is None else {}
+    if op.name != "argmax":
+        options["temperature"] = torch.linspace(0.5, 2, len(inputs[op.logits[0]]))
+    inputs = draw(op, (len(inputs[op.logits[0]]),), 8)
+    check(op, inputs, layout, **options)
+
+
+@eager
+@WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", AT_IDS, ids=str)
 def test_every_id_of_special_rows(op: Op, layout: Layout | None) -> None:
     """Some of them have the logit -inf in an otherwise sound row."""

@@ -13,7 +13,14 @@ from dtensor_vocab.kernels import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import math_dtype, to_math
 from dtensor_vocab.operators import operator
-from dtensor_vocab.row_blocks import ByRow, flat, stats_per_row
+from dtensor_vocab.row_blocks import (
+    CHUNK_COLUMNS,
+    ByRow,
+    chunked,
+    flat,
+    in_chunks,
+    stats_per_row,
+)
 
 __all__ = ["argmax"]
 
@@ -42,12 +49,26 @@ def _new_stats(logits, vocab_start) -> Tensor:
 @kernel
 def _shard_stats(logits, start, width, sizes):
     x = to_math(*flat(logits), start, sizes)
-    maximum = x.amax(-1, keepdim=True)
-    column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    found = (x == maximum) | (x != x)  # which vectorizes, unlike isnan
-    first = torch.where(found, column, x.shape[-1]).amin(-1) + start
     covered = coverage(x, None, None, start, width, sizes)
-    return torch.stack([maximum.squeeze(-1), first.to(x.dtype), covered], -1)
+    if in_chunks(x):
+        x = chunked(x, -torch.inf)
+        x, first = _first_of_largest(x)
+        first = first + CHUNK_COLUMNS * torch.arange(x.shape[-1], device=x.device)
+        maximum, chunk = _first_of_largest(x)
+        first = first.gather(-1, chunk.long().unsqueeze(-1)).squeeze(-1)
+    else:
+        maximum, first = _first_of_largest(x)
+    return torch.stack([maximum, (first + start).to(x.dtype), covered], -1)
+
+
+def _first_of_largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum over the last dim and the first position of it, or of NaN."""
+    if x.device.type != "cpu" and not in_chunks(x):
+        return x.amax(-1), x.argmax(-1)  # One read on GPUs; on CPUs this does not vectorize.
+    maximum = x.amax(-1, keepdim=True)
+    position = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+    found = (x == maximum) | (x != x)  # which vectorizes, unlike isnan
+    return maximum.squeeze(-1), torch.where(found, position, x.shape[-1]).amin(-1)
 
 
 @operator("gathered -> rows")

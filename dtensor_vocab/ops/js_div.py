@@ -27,10 +27,10 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_sound, faults_of
 from dtensor_vocab.kernels import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
-from dtensor_vocab.numerics import merge_norms, sum_in_fp64
+from dtensor_vocab.numerics import sum_in_fp64
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.kl_div import KLDiv
-from dtensor_vocab.pair import PairGradient, kl_div_stats, log_probs
+from dtensor_vocab.pair import PairGradient, kl_div_stats, log_probs, merge_sums
 from dtensor_vocab.row_blocks import ByRow, stats_per_row
 
 __all__ = ["js_div"]
@@ -52,8 +52,7 @@ def _(stats, temperature):
 @merge_kernel
 def _norms(stats, temperature):
     m_s, s_s, covered, m_t, s_t = stats.unbind(-1)
-    maximum_s, total_s, _ = merge_norms(m_s, s_s, temperature)
-    maximum_t, total_t, _ = merge_norms(m_t, s_t, temperature)
+    maximum_s, total_s, maximum_t, total_t = merge_sums(m_s, s_s, m_t, s_t, temperature=temperature)
     norms = torch.stack([maximum_s, total_s.log(), maximum_t, total_t.log()], -1)
     return norms, faults_of(covered)
 

@@ -29,9 +29,9 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_sound, faults_of
 from dtensor_vocab.kernels import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
-from dtensor_vocab.numerics import masked_product, merge_norms, rebase, scaled
+from dtensor_vocab.numerics import scaled
 from dtensor_vocab.operators import operator
-from dtensor_vocab.pair import CROSS_SCALE, PairGradient, kl_div_stats
+from dtensor_vocab.pair import CROSS_SCALE, PairGradient, kl_div_stats, merge_sums
 from dtensor_vocab.row_blocks import ByRow, stats_per_row
 
 __all__ = ["KLDiv", "kl_div"]
@@ -55,14 +55,11 @@ def _(stats, *_):
 @merge_kernel
 def _merged(stats, temperature):
     m_a, s_a, covered, m_b, s_b, c = stats.unbind(-1)
-    maximum_a, total_a, shift_a = merge_norms(m_a, s_a, temperature)
-    maximum_b, total_b, _ = merge_norms(m_b, s_b, temperature)
+    sums = merge_sums(m_a, s_a, m_b, s_b, c, temperature=temperature)
+    maximum_a, total_a, maximum_b, total_b, cross = sums
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
-    shift = rebase(m_a, maximum_a.unsqueeze(-1), None) - rebase(m_b, maximum_b.unsqueeze(-1), None)
-    # An infinite c does not survive the product, since the weight of its shard may be 0.
-    cross = masked_product(shift_a.exp(), c + s_a * CROSS_SCALE * shift)
-    cross = torch.where(c == torch.inf, c, cross).sum(-1, keepdim=True)
-    cross = scaled(cross / total_a.unsqueeze(-1) / CROSS_SCALE, temperature).squeeze(-1)
+    cross = (cross / total_a / CROSS_SCALE).unsqueeze(-1)
+    cross = scaled(cross, temperature).squeeze(-1)
     value = (cross - log_sum_a + log_sum_b).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
     return value, saved, faults_of(covered)
