@@ -157,7 +157,7 @@ def compiles_nothing_new() -> bool:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What ``torch.compile(fullgraph=True)`` raises when it can't make a kernel."""
+    """The errors that ``torch.compile(fullgraph=True)`` raises when it cannot make a kernel."""
     exceptions = torch._dynamo.exc
     return exceptions.TorchDynamoException, exceptions.FailOnRecompileLimitHit, OSError
 

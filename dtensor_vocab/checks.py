@@ -20,7 +20,6 @@ from dtensor_vocab.numerics import math_dtype
 
 __all__ = [
     "check_bool",
-    "check_float",
     "check_ids",
     "check_ignore_index",
     "check_inplace_backward",
@@ -29,6 +28,7 @@ __all__ = [
     "check_logprobs",
     "check_teacher",
     "check_temperature",
+    "check_weight",
     "saveable",
 ]
 
@@ -198,7 +198,7 @@ def check_ignore_index(function: str, ignore_index: int | None) -> int | None:
     return ignore_index
 
 
-def check_float(function: str, value: float, name: str, most: float | None = None) -> float:
+def check_weight(function: str, value: float, name: str, most: float | None = None) -> float:
     """Checks a weight that is at least 0 and finite."""
     if not _is_real(value):
         got = type(value).__name__

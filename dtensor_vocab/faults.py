@@ -14,7 +14,7 @@ from torch import Tensor
 from dtensor_vocab._private import assert_async
 from dtensor_vocab.ids import not_ignored
 
-__all__ = ["NUM_FAULTS", "assert_sound", "coverage", "faults_of"]
+__all__ = ["NUM_FAULTS", "assert_no_faults", "coverage", "faults_of"]
 
 
 def coverage(
@@ -64,7 +64,7 @@ def faults_of(covered: Tensor) -> Tensor:
     return torch.stack([bad_id, misfit, bad_temperature], -1)
 
 
-def assert_sound(
+def assert_no_faults(
     function: str,
     faults: Tensor,
     tempered: bool = False,

@@ -36,12 +36,18 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1 << 10}
 """Inductor stores long expressions by default, which then takes buffers of the logits' size (two
 for the terms of ``js_div``, seen on torch 2.11)."""
 GPU_OPTIONS: dict[str, Any] = {
-    "use_fast_math": True,  # 2 instructions for an exponential, not 8; its error is 2 ulp
-    "split_reductions": False,  # or the number of rows of the first call decides for all
+    "use_fast_math": True,  # An exponential takes 2 instructions, not 8.
+    "split_reductions": False,  # Otherwise the rows of the first call decide for all calls.
 }
 ELEMENTWISE_GPU_OPTIONS: dict[str, Any] = {
-    "triton.prefer_nd_tiling": True,  # or each logit divides its position by V to find its row
+    "triton.prefer_nd_tiling": True,  # Otherwise each logit divides its position by V.
 }
+
+
+_numbers = itertools.count(1)
+"""Line numbers for the code of compiled variants."""
+_warned: list[str] = []
+"""The reason of the warning that kernels run eagerly, once it has been given."""
 
 
 def kernel(
@@ -199,7 +205,7 @@ def _normalize(arg: Any, device: torch.device) -> Any:
 
 
 def _variant(arg: Any) -> Any:
-    """What a compiled kernel specialises on. Dynamo turns the integers 0 and 1 into constants."""
+    """The properties that a compiled kernel specialises on. Dynamo makes constants of 0 and 1."""
     if isinstance(arg, Tensor):
         sizes = tuple(min(size, 2) for size in arg.shape)
         strides = tuple(min(stride, 2) for stride in arg.stride())
@@ -224,8 +230,3 @@ def _warn_eager(reason: str) -> None:
             f"dtensor_vocab: kernels run eagerly, which is several times slower, because {reason}",
             stacklevel=2,
         )
-
-
-_numbers = itertools.count(1)
-_warned: list[str] = []
-"""Why kernels run eagerly, once that has been said."""

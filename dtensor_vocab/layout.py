@@ -93,7 +93,7 @@ def shards_vocab(placement: Placement, logits: Tensor) -> bool:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """What this rank holds of ``x``, which need not be a DTensor."""
+    """The local tensor of a DTensor, or ``x`` itself."""
     if not isinstance(x, DTensor):
         return x
     with torch.no_grad():

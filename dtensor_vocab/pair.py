@@ -238,7 +238,7 @@ def _by_row(
 def _in_autograd(
     backward: torch.library.CustomOpDef, backward_both: torch.library.CustomOpDef
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What :class:`~dtensor_vocab.autograd.PerToken` takes from a gradient, for a ``forward(a, b,
+    """The two functions of a gradient that ``PerToken`` takes, for a ``forward(a, b,
     temperature, vocab_start, sizes, *options)``.
     """
 

@@ -144,7 +144,7 @@ class SoftmaxGradient:
 def _in_autograd(
     ids: int, backward: torch.library.CustomOpDef, backward_: torch.library.CustomOpDef | None
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What :class:`~dtensor_vocab.autograd.PerToken` takes from a gradient, for a ``forward(logits,
+    """The two functions of a gradient that ``PerToken`` takes, for a ``forward(logits,
     [index,] temperature, vocab_start, sizes, *options, inplace_backward)``.
     """
     tensors = 3 + ids

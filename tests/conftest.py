@@ -14,7 +14,8 @@ import torch
 from tests.ranks import RealRanks, World
 
 logging.getLogger("torch.__trace").propagate = False  # pages of it in every failure
-torch.set_num_threads(1)  # as ranks have: kernels know their number, and are compiled once for all
+# Ranks have one thread, and compiled kernels depend on the number: so they are shared.
+torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -287,7 +287,7 @@ def observe(
     with Collectives() as forward:
         outputs = op(*placed.values(), **options)
     assert all(isinstance(out, DTensor) == (mesh is not None) for out in outputs)
-    if edit is not None:  # what is a view, autograd does not know where collectives are counted
+    if edit is not None:  # Autograd does not track views under the mode that counts collectives.
         outputs = _edited(op(*placed.values(), **options), edit)
     grads = [
         grad if grad is None else grad.to(out.dtype)

@@ -1,4 +1,6 @@
-"""What the ops must give: fp64, the full vocabulary, ordinary autograd, and nothing of the package.
+"""The expected results, from fp64 on the full vocabulary with ordinary autograd.
+
+Nothing here uses the package.
 
 The functions are called as the ops are. The rules for rows that hold -inf are explicit masks;
 everything else is what autograd makes of the formula. Below them, the comparisons.

@@ -8,8 +8,8 @@ Real: a test marked ``@pytest.mark.ranks(n)`` runs in n processes over gloo, sta
 such tests of a session (see conftest.py), beside the tests of this process. There ``on_mesh`` gives
 a mesh of these processes. ``ranks(1)`` is for tests that mostly wait for processes of their own.
 
-A tensor of either kind is taken apart by ``parts``: the local tensors, by rank, that there are
-in this process.
+``parts`` gives the local tensors of a tensor of either kind, by rank, as far as they are in this
+process.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class World:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank has for ``value``, by rank; through the store, not the process group.
+        """Each rank's ``value``, exchanged through the store instead of the process group.
 
         ``all_gather_object`` needs numpy, and a process group that works.
         """
@@ -251,7 +251,7 @@ class RealRanks:
 
     @functools.cached_property
     def outcomes(self) -> list[dict[str, Outcome]]:
-        """By rank and test, once all are done; ``exits`` then are the exit codes."""
+        """The outcomes by rank and test, once all are done. ``exits`` then holds the exit codes."""
         with self._directory as name:
             try:
                 self._wait(Path(name))

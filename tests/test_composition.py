@@ -527,7 +527,7 @@ def test_warm_kernels_are_traced(op: Op) -> None:
 
 @pytest.mark.parametrize("op", WARM, ids=str)
 def test_loss_is_linearized_in_the_weights_of_tokens(op: Op) -> None:
-    """In the logits it would take forward mode, which the ops do not have."""
+    """The logits would need forward mode, which the ops do not have."""
     inputs = draw(op).values()
     values = op(*inputs)[0]
     weights = torch.rand_like(values)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: no wait for the device, CUDA graphs, one NCCL rank."""
+"""Tests that need a GPU: no wait for the device, CUDA graphs, one NCCL rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in the compiled graphs of a step: an op's own operators, one collective, no more."""
+"""The compiled graphs of a step have an op's own operators, one collective and no more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("eager_kernels")
 
 ROWS, VOCAB = 7, 37
 COLUMNS = (19, 18)
-"""Of each rank's shard: sizes that no other tensor's dims have."""
+"""Sizes of each rank's shard, which no other tensor's dims have."""
 
 COLLECTIVES = ("all_gather_into_tensor", "wait_tensor")
 VIEWS = ("t", "transpose", "permute", "view", "detach", "alias")
@@ -43,7 +43,7 @@ _SEEN: dict[Any, Graphs] = {}
 
 
 def draw(op: Op, **options: Any) -> Batch:
-    """In bfloat16, so that whatever is computed in fp32 can be told from the logits."""
+    """The logits are bfloat16, which tells them from tensors that are computed in fp32."""
     return draw_batch(op, (ROWS,), VOCAB, torch.bfloat16, **options)
 
 

@@ -435,7 +435,7 @@ class MemoryCase:
             return torch.randn(*longer, VOCAB, dtype=torch.bfloat16).narrow(-2, 0, rows[-1])
         if name == "teacher_logprobs":
             return torch.full((*rows, K), 1 / VOCAB).log()
-        # of each row others, none of them twice
+        # distinct ids in a row, which differ from row to row
         first = torch.randint(VOCAB, (*rows, *[1] * len(self.op.ids)))
         return (first + torch.arange(*self.op.ids) if self.op.ids else first) % VOCAB
 

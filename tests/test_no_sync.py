@@ -69,7 +69,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def _is_shape(x: Tensor) -> bool:
-    """Whether it is what DTensor asks for the shapes of results, once for all calls."""
+    """Whether it is DTensor's query for the shapes of results, made once for all calls."""
     return isinstance(x, FakeTensor) and x.device.type == "cpu"
 
 
@@ -203,7 +203,7 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[type[PerToken]
 
 
 class Context:
-    """What backward of an autograd function finds, if every floating input needs a gradient."""
+    """The context that backward of an autograd function gets, if every input needs a gradient."""
 
     saved_tensors: tuple[Tensor, ...]
 

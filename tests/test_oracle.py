@@ -202,7 +202,7 @@ def test_gathered_logits_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", ["value", "gradient", "exact zero"])
 def test_wrong_row_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN for an infinity, NaN for a gradient of 0, or next to nothing for one of exactly 0."""
+    """The faults are NaN for infinity, NaN for a gradient of 0, and 1e-9 for a gradient of 0."""
     op = OP["kl_div"]
     inputs = {"student": torch.zeros(2, 4), "teacher": torch.zeros(2, 4)}
     inputs["student"][0, 1] = -torch.inf

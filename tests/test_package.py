@@ -1,4 +1,4 @@
-"""What is installed, what a new op has to be listed in, and that nothing is declared twice."""
+"""The contents of the wheel, and the places that must list every op."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_wheel(tmp_path: Path) -> None:
 
 
 def test_every_op_is_listed_everywhere() -> None:
-    """In the README, among the oracles, in the tests' table and in the bench's."""
+    """The README, the oracles, the tests' table and the bench's table list it."""
     rows = re.findall(r"^\| \[`([a-z_]+)\(", (ROOT / "README.md").read_text(), re.M)
     assert set(rows) == set(dv.__all__)
     assert {op.name for op in OPS} == set(dv.__all__)

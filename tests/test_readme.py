@@ -54,7 +54,7 @@ def test_plain_script_runs_as_it_says(tmp_path: Path) -> None:
     ("script", "ranks"), [("example.py", None), ("example.py", 4), ("train.py", None)]
 )
 def test_script_runs_as_it_says(script: str, ranks: int | None, tmp_path: Path) -> None:
-    """With the number of processes that its first line has, or with another."""
+    """It runs with the number of processes in its first line, or with another number."""
     (block,) = (block for block in BLOCKS if block.startswith(f"# {script}: "))
     command = shlex.split(block.partition("\n")[0].partition(": ")[2])
     if ranks is not None:
@@ -83,7 +83,7 @@ def shell() -> dict[str, str]:
 
 @functools.cache
 def losses() -> dict[str, Any]:
-    """What ``losses.py`` defines."""
+    """The names that ``losses.py`` defines."""
     names: dict[str, Any] = {}
     module = "".join(block for block in BLOCKS if block.startswith("# losses.py\n"))
     exec(compile(module, "losses.py", "exec"), names)

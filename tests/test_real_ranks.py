@@ -1,4 +1,4 @@
-"""On real processes, which can wait for each other in vain: faults of one rank alone."""
+"""Faults of one rank alone, on real processes, where a wrong op would hang."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rank() -> int:
 
 
 def raised_everywhere(kind: type[Exception], call: Callable[[], object]) -> str:
-    """The text of the error that the call raises, alike on every rank."""
+    """The text of the error that the call raises, which is the same on every rank."""
     with pytest.raises(kind) as error:
         call()
     texts = World.current.gather(str(error.value))
@@ -67,7 +67,7 @@ def test_two_ranks_with_compiled_kernels(op: Op) -> None:
 @pytest.mark.parametrize("vocab", [10, 5, 2])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_four_ranks(op: Op, vocab: int) -> None:
-    """Also with empty shards; as many collectives everywhere, and as much in them."""
+    """Some shards are empty, and all ranks have the same collectives with the same payload."""
     observed = check(op.within(vocab), draw(op, vocab=vocab), tp(4))
     mine = [(c.name, *c.payload.values()) for c in observed.forward + observed.backward]
     assert World.current.gather(mine) == [mine] * 4
@@ -279,7 +279,7 @@ def test_submesh(op: Op, names: tuple[str, ...]) -> None:
 def test_ranks_that_disagree_on_the_vocabulary(op: Op) -> None:
     """Shards of 3 and 2 columns, each rank believing in twice its own."""
     inputs = draw(op, vocab=5)
-    for name in op.arguments:  # in range for whatever a rank believes
+    for name in op.arguments:  # in range for every rank's idea of V
         if name not in op.logits and not inputs[name].is_floating_point():
             inputs[name] %= 4
     with on_mesh((2,)) as mesh:
@@ -303,7 +303,7 @@ def test_ranks_that_disagree_on_the_vocabulary(op: Op) -> None:
 def test_shards_of_other_sizes(
     op: Op, dtype: torch.dtype, which: tuple[int, ...], vocab: int
 ) -> None:
-    """Of one of two logits, as ``torch.tensor_split`` or its reverse has them."""
+    """One of two logits has the shards of ``torch.tensor_split``, in its order or reversed."""
     inputs = draw(op, vocab=vocab)
     inputs["teacher"] = inputs["teacher"].to(dtype)
     sizes = [len(chunk) for chunk in torch.arange(vocab).tensor_split(4)]
@@ -334,7 +334,7 @@ def test_uneven_shards_with_their_shape_are_exact() -> None:
 @eager
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_refusals_are_alike(op: Op) -> None:
-    """Of Partial logits and of a wrong vocab_size: a text, and no rank that waits."""
+    """Partial logits and a wrong vocab_size raise the same text, and no rank waits."""
     inputs = draw(op)
     with on_mesh((2,)) as mesh:
         partial = [

@@ -24,7 +24,7 @@ def in_use() -> int:
 
 @pytest.mark.ranks(4)
 def test_soak_of_ranks(eager_kernels: None) -> None:
-    """On two data-parallel ranks, one of which may have no row, or nothing but ignored ids."""
+    """One of the two data-parallel ranks may have no row, or ignored ids alone."""
     soak(Layout((2, 2), (Shard(0), Shard(-1))))
 
 

@@ -23,7 +23,7 @@ from bench.train.text import UNKNOWN, text_ids, windows
 
 pytestmark = pytest.mark.ranks(1)
 
-# after fewer steps no guess is right, so that there is nothing to reinforce
+# After fewer steps no guess is right, and there is nothing to reinforce.
 TINY = Job(steps=6, policy_steps=2, batch=8, length=16, vocab=301, dim=64, layers=1)
 TINY_OPTIONS = "--steps 6 --policy-steps 2 --batch 8 --length 16 --vocab 301 --dim 64 --layers 1"
 
@@ -243,7 +243,7 @@ def test_ranks_that_disagree_are_found(two_ranks: list[dict[str, Outcome]]) -> N
 def _fail_on_rank_1() -> None:
     if dist.get_rank() == 1:
         raise ValueError("a fault of one rank")
-    time.sleep(600)  # in a collective, it might be the first to fail
+    time.sleep(600)  # In a collective it might be the first to fail.
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:

@@ -20,7 +20,7 @@ __all__ = ["local_part", "make", "place", "placement", "upstream", "vocab_dim"]
 HIDDEN = 64
 """Width of the hidden states of ``step``."""
 ON_MESH = ("logits", "student", "teacher", "hidden", "weight", "mask")
-"""What is a DTensor where there are ranks; the other inputs are plain, the same on each."""
+"""The inputs that are DTensors on several ranks. The others are plain and equal on all ranks."""
 NAMES = (*ON_MESH, "index", "target", "teacher_ids", "teacher_logprobs")
 
 
@@ -40,7 +40,7 @@ def make(case: Case, name: str, device: torch.device) -> Tensor:
             return torch.randint(vocab, shape, generator=random, device=device)
         case "teacher_ids":
             return _distinct_ids(rows, op.k, vocab, random)
-        case "teacher_logprobs":  # of K ids, and of the rest
+        case "teacher_logprobs":  # The last log-probability is that of all other tokens.
             return normal(*rows, op.k + 1, std=1, dtype="float32").log_softmax(-1)[..., :-1]
         case "mask":
             return torch.rand(rows, generator=random, device=device).round()
@@ -91,14 +91,14 @@ def vocab_dim(name: str, full: Tensor) -> int | None:
 
 
 def local_part(full: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """What this rank holds of a tensor that is sharded along ``dim``."""
+    """This rank's part of a tensor that is sharded along ``dim``."""
     size = -(-full.shape[dim] // mesh.size())
     start = min(mesh.get_local_rank() * size, full.shape[dim])
     return full.narrow(dim, start, min(size, full.shape[dim] - start))
 
 
 def upstream(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """A gradient for each output, placed as it is."""
+    """A gradient for each output, with the placements of the output."""
     return [_like(output, seed) for seed, output in enumerate(outputs)]
 
 

@@ -1,4 +1,4 @@
-"""What is measured: each op as this package has it, as plain PyTorch has it, and other ways."""
+"""The measured functions: each op of the package, the same in plain PyTorch, and alternatives."""
 
 from __future__ import annotations
 

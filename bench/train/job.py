@@ -43,7 +43,7 @@ decays the momentum, without an error. Operators on one tensor are right there, 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and how: the same on however many ranks."""
+    """The model, data and options of a run, the same for any number of ranks."""
 
     steps: int = 40
     policy_steps: int = 10
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What two runs of a job are compared by: an entry a step, and the weights after the last."""
+    """The results by which two runs are compared: an entry per step, and the final weights."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Run:
         return parallelize(model, self.mesh, self.job.bf16, self.job.compile)
 
     def logits(self, model: Decoder, tokens: Tensor) -> Tensor:
-        if self.job.bf16 and self.mesh is None:  # what FSDP2's mixed precision does
+        if self.job.bf16 and self.mesh is None:  # as FSDP2's mixed precision does
             cast = {name: weight.bfloat16() for name, weight in model.named_parameters()}
             return functional_call(model, cast, tokens)
         return model(tokens)

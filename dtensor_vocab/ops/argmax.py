@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.checks import check_logits
-from dtensor_vocab.faults import assert_sound, coverage, faults_of
+from dtensor_vocab.faults import assert_no_faults, coverage, faults_of
 from dtensor_vocab.kernels import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import math_dtype, to_math
@@ -75,7 +75,7 @@ def _first_of_largest(x: Tensor) -> tuple[Tensor, Tensor]:
 def argmax_merge(stats: Tensor) -> Tensor:
     """``stats [shards, *, 3]`` to ids ``[*]``."""
     ids, faults = _merged(stats_per_row(stats))
-    assert_sound("argmax", faults)
+    assert_no_faults("argmax", faults)
     return ids.view(stats.shape[1:-1])
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import (
-    check_float,
     check_ids,
     check_ignore_index,
     check_inplace_backward,
     check_logits,
     check_temperature,
+    check_weight,
 )
-from dtensor_vocab.faults import NUM_FAULTS, assert_sound
+from dtensor_vocab.faults import NUM_FAULTS, assert_no_faults
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.kernels import merge_kernel
 from dtensor_vocab.layout import all_reduce_and_finish, gather_and_merge
@@ -68,7 +68,7 @@ def cross_entropy_merge(
     )
     if checked:
         tempered = temperature is not None
-        assert_sound("cross_entropy", faults, tempered, vocab_size, ignore_index)
+        assert_no_faults("cross_entropy", faults, tempered, vocab_size, ignore_index)
     shape = target.shape
     return loss.view(shape), counts.view(*shape, 1 + NUM_FAULTS), saved.view(*shape, 3)
 
@@ -121,7 +121,7 @@ def cross_entropy_reduce(
     """
     loss, count, faults = sums[..., 0], sums[..., 1], sums[..., 2:]
     faults = faults.reshape(-1, NUM_FAULTS) > 0
-    assert_sound("cross_entropy", faults, tempered, vocab_size, ignore_index)
+    assert_no_faults("cross_entropy", faults, tempered, vocab_size, ignore_index)
     count = count.clamp_min(1) if mean else torch.ones_like(count)
     return loss / count, 1 / count
 
@@ -252,8 +252,8 @@ def cross_entropy(
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"{name}: expected reduction none, sum or mean, got {reduction!r}")
     check_inplace_backward(name, inplace_backward, logits)
-    label_smoothing = check_float(name, label_smoothing, "label_smoothing", 1)
-    z_loss = check_float(name, z_loss, "z_loss")
+    label_smoothing = check_weight(name, label_smoothing, "label_smoothing", 1)
+    z_loss = check_weight(name, z_loss, "z_loss")
     loss, *_ = _CrossEntropy.apply(
         logits,
         target,

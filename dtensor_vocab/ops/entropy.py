@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import check_inplace_backward, check_logits, check_temperature
-from dtensor_vocab.faults import assert_sound
+from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.kernels import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import masked_product
@@ -28,7 +28,7 @@ __all__ = ["entropy", "entropy_coefficients"]
 def entropy_merge(stats: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to H ``[*]`` and (M, log S, H) ``[*, 3]``."""
     value, saved, faults = _merged(stats_per_row(stats), ByRow(stats[0])(temperature))
-    assert_sound("entropy", faults, temperature is not None)
+    assert_no_faults("entropy", faults, temperature is not None)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 3)
 

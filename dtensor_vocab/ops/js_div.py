@@ -18,13 +18,13 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import (
-    check_float,
     check_logits,
     check_teacher,
     check_temperature,
+    check_weight,
     saveable,
 )
-from dtensor_vocab.faults import assert_sound, faults_of
+from dtensor_vocab.faults import assert_no_faults, faults_of
 from dtensor_vocab.kernels import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import sum_in_fp64
@@ -40,7 +40,7 @@ __all__ = ["js_div"]
 def js_div_normalize(stats: Tensor, temperature: Tensor | None) -> Tensor:
     """``stats [shards, *, 5]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
     norms, faults = _norms(stats_per_row(stats), ByRow(stats[0])(temperature))
-    assert_sound("js_div", faults, temperature is not None)
+    assert_no_faults("js_div", faults, temperature is not None)
     return norms.view(*stats.shape[1:-1], 4)
 
 
@@ -207,7 +207,7 @@ def js_div(
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
     """
-    beta = check_float("js_div", beta, "beta", 1)
+    beta = check_weight("js_div", beta, "beta", 1)
     vocabulary = check_logits("js_div", student, vocab_size, "student")
     student, teacher = saveable(student), check_teacher("js_div", teacher, student)
     temperatures = check_temperature("js_div", temperature, student)

@@ -26,7 +26,7 @@ from dtensor_vocab.checks import (
     check_temperature,
     saveable,
 )
-from dtensor_vocab.faults import assert_sound, faults_of
+from dtensor_vocab.faults import assert_no_faults, faults_of
 from dtensor_vocab.kernels import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import scaled
@@ -41,7 +41,7 @@ __all__ = ["KLDiv", "kl_div"]
 def kl_div_merge(stats: Tensor, temperature: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
     value, saved, faults = _merged(stats_per_row(stats), ByRow(stats[0])(temperature))
-    assert_sound(function, faults, temperature is not None)
+    assert_no_faults(function, faults, temperature is not None)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 5)
 

@@ -18,7 +18,7 @@ from dtensor_vocab.checks import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.faults import assert_sound
+from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.operators import operator
@@ -38,7 +38,7 @@ def logprobs_merge(
 ) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to log p, shaped as ``index``, and (M, log S, H) ``[*, 3]``."""
     log_p, saved, faults = merge_at_ids(stats, index, temperature, ignore_index)
-    assert_sound("logprobs", faults, temperature is not None, vocab_size, ignore_index)
+    assert_no_faults("logprobs", faults, temperature is not None, vocab_size, ignore_index)
     return log_p.view(index.shape), saved.view(*stats.shape[1:-1], 3)
 
 

@@ -15,7 +15,7 @@ from dtensor_vocab.checks import (
     check_logits,
     check_temperature,
 )
-from dtensor_vocab.faults import assert_sound
+from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.operators import operator
@@ -40,7 +40,9 @@ def logprobs_and_entropy_merge(
     gives backward a plain tensor as its gradient (torch 2.11 to 2.14).
     """
     log_p, saved, faults = merge_at_ids(stats, index, temperature, ignore_index)
-    assert_sound("logprobs_and_entropy", faults, temperature is not None, vocab_size, ignore_index)
+    assert_no_faults(
+        "logprobs_and_entropy", faults, temperature is not None, vocab_size, ignore_index
+    )
     both, lead = torch.cat([log_p, saved[..., 2:]], -1), stats.shape[1:-1]
     return both.view(*lead, both.shape[-1]), saved.view(*lead, 3)
 

@@ -30,7 +30,7 @@ from dtensor_vocab.checks import (
     check_temperature,
     saveable,
 )
-from dtensor_vocab.faults import assert_sound, coverage
+from dtensor_vocab.faults import assert_no_faults, coverage
 from dtensor_vocab.ids import local_ids, not_ignored, sum_equal
 from dtensor_vocab.kernels import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
@@ -128,7 +128,7 @@ def topk_kl_div_merge(
     values = by_row(teacher_logprobs), by_row(ids), by_row(temperature)
     options = ignore_index, reverse, tail
     value, slopes, saved, faults = _merged(stats_per_row(stats), *values, *options)
-    assert_sound("topk_kl_div", faults, temperature is not None, vocab_size, ignore_index)
+    assert_no_faults("topk_kl_div", faults, temperature is not None, vocab_size, ignore_index)
     lead = stats.shape[1:-1]
     slopes = slopes.view(teacher_logprobs.shape)
     return value.view(lead), slopes, saved.view(*lead, saved.shape[-1])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import check_k, check_logits, check_temperature
-from dtensor_vocab.faults import assert_sound
+from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.kernels import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import log_prob, without_padding
@@ -120,7 +120,7 @@ def topk_logprobs_merge(
     """``stats [shards, *, S]`` to log p and ids ``[*, K]`` and (M, log S) ``[*, 2]``."""
     temperatures = ByRow(stats[0])(temperature)
     log_p, ids, saved, faults = _merged(stats_per_row(stats), temperatures, k)
-    assert_sound("topk_logprobs", faults, temperature is not None)
+    assert_no_faults("topk_logprobs", faults, temperature is not None)
     lead = stats.shape[1:-1]
     return log_p.view(*lead, k), ids.view(*lead, k), saved.view(*lead, 2)
 
