@@ -36,8 +36,8 @@ def test_step_with_inductor_for_kernels_too(op: Op) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("op", ONE_EACH, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", INDUCTOR, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_step_on_ranks(op: Op, backend: str, eager_kernels: None) -> None:
     with on_mesh((2,)) as mesh:
         check_step(op, backend, mesh)
@@ -94,7 +94,7 @@ def test_graphs_where_ranks_share_an_odd_number_of_rows(eager_kernels: None) -> 
     with on_mesh((2, 2)) as mesh:
         batches = [
             draw_batch(op, (n,), mesh=mesh, row_placements=[Shard(0)], seed=n)
-            for n in (3, 7, 9, 33, 64, 5, 17, 129)
+            for n in (3, 7, 9, 33, 5, 129)
         ]
         assert count_graphs(op, batches) <= 3
 
