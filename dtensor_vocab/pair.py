@@ -19,7 +19,7 @@ from torch import Tensor
 from dtensor_vocab._private import overload
 from dtensor_vocab.autograd import empty_grad
 from dtensor_vocab.faults import coverage
-from dtensor_vocab.kernels import kernel
+from dtensor_vocab.kernel import kernel
 from dtensor_vocab.numerics import (
     log_prob,
     masked_product,

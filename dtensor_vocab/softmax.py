@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dtensor_vocab.faults import coverage, faults_of
 from dtensor_vocab.ids import not_ignored, pick
-from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import Sizes
 from dtensor_vocab.numerics import (
     log_prob,

@@ -19,7 +19,7 @@ from torch import Tensor
 from dtensor_vocab._private import overload
 from dtensor_vocab.autograd import empty_grad, is_functional, overwritten
 from dtensor_vocab.ids import local_ids, sum_equal
-from dtensor_vocab.kernels import kernel
+from dtensor_vocab.kernel import kernel
 from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
 from dtensor_vocab.operators import operator, with_signature
 from dtensor_vocab.row_blocks import ByRow, blocks, flat, in_blocks

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor_vocab.kernels import kernel
+from dtensor_vocab.kernel import kernel
 from dtensor_vocab.row_blocks import blocks
 from tests.ops import OP, OPS, Op, check, draw, expect, observe, tp
 from tests.oracle import assert_values
@@ -65,7 +65,7 @@ def test_eager_kernels_work_in_blocks(
     eager_kernels: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dtensor_vocab.kernels.EAGER_BLOCK", 32)
+    monkeypatch.setattr("dtensor_vocab.kernel.EAGER_BLOCK", 32)
     inputs = draw(op, rows, vocab)
     for name in op.logits if strided else ():
         dim = len(rows) - 1
@@ -274,8 +274,8 @@ class Recorded:
 
 @pytest.fixture
 def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor_vocab.kernels.EAGER_BLOCK", 32)
-    monkeypatch.setattr("dtensor_vocab.kernels._warned", [])
+    monkeypatch.setattr("dtensor_vocab.kernel.EAGER_BLOCK", 32)
+    monkeypatch.setattr("dtensor_vocab.kernel._warned", [])
 
 
 def stance(*args: Any, **options: Any) -> Callable[[], Any]:
@@ -350,7 +350,7 @@ def test_kernel_that_fails_to_compile_is_tried_once(
 
         return fail
 
-    monkeypatch.setattr("dtensor_vocab.kernels._compile", compile_nothing)
+    monkeypatch.setattr("dtensor_vocab.kernel._compile", compile_nothing)
     recorded = Recorded()
     with pytest.warns(match="because OSError: no compiler"):
         recorded.check()

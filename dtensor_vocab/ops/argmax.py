@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtensor_vocab.checks import check_logits
 from dtensor_vocab.faults import assert_no_faults, coverage, faults_of
-from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import math_dtype, to_math
 from dtensor_vocab.operators import operator

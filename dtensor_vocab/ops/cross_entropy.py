@@ -24,7 +24,7 @@ from dtensor_vocab.checks import (
 )
 from dtensor_vocab.faults import NUM_FAULTS, assert_no_faults
 from dtensor_vocab.ids import not_ignored
-from dtensor_vocab.kernels import merge_kernel
+from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import all_reduce_and_finish, gather_and_merge
 from dtensor_vocab.numerics import masked_product, scaled
 from dtensor_vocab.operators import operator

@@ -13,7 +13,7 @@ from torch import Tensor
 from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import check_inplace_backward, check_logits, check_temperature
 from dtensor_vocab.faults import assert_no_faults
-from dtensor_vocab.kernels import merge_kernel
+from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import masked_product
 from dtensor_vocab.operators import operator

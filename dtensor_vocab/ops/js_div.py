@@ -25,7 +25,7 @@ from dtensor_vocab.checks import (
     saveable,
 )
 from dtensor_vocab.faults import assert_no_faults, faults_of
-from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import sum_in_fp64
 from dtensor_vocab.operators import operator

@@ -27,7 +27,7 @@ from dtensor_vocab.checks import (
     saveable,
 )
 from dtensor_vocab.faults import assert_no_faults, faults_of
-from dtensor_vocab.kernels import merge_kernel
+from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import scaled
 from dtensor_vocab.operators import operator

@@ -32,7 +32,7 @@ from dtensor_vocab.checks import (
 )
 from dtensor_vocab.faults import assert_no_faults, coverage
 from dtensor_vocab.ids import local_ids, not_ignored, sum_equal
-from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import (
     math_dtype,

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import check_k, check_logits, check_temperature
 from dtensor_vocab.faults import assert_no_faults
-from dtensor_vocab.kernels import kernel, merge_kernel
+from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import log_prob, without_padding
 from dtensor_vocab.operators import operator
