@@ -139,6 +139,22 @@ def test_rows_that_share_memory_are_refused(op: Op, way: str) -> None:
         op(*inputs.values(), inplace_backward=True)
 
 
+@pytest.mark.parametrize("op", FEW, ids=str)
+def test_compiled_code_makes_a_new_gradient(op: Op) -> None:
+    logits, *ids = draw(op).values()
+    leaf = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(op(leaf, *ids)[0].sum(), leaf)
+    before = logits.clone()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(logits: Tensor) -> Tensor:
+        return op(logits, *ids, inplace_backward=True)[0].sum()
+
+    (gradient,) = torch.autograd.grad(loss(logits.requires_grad_()), logits)
+    torch.testing.assert_close(gradient, expected)
+    assert logits.equal(before)
+
+
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_transforms_make_a_new_gradient(op: Op) -> None:
     """``torch.func`` needs pure functions."""

@@ -203,6 +203,12 @@ def test_topk_orders_nan_and_both_zeros_by_id(vocab: int) -> None:
         assert ids.equal(expected)
 
 
+def test_topk_finds_tokens_after_the_last_whole_chunk() -> None:
+    """The search takes chunks of columns; 203 columns leave some over."""
+    logits = torch.arange(203.0).expand(2, 203)
+    assert dv.topk_logprobs(logits, 6)[1].equal(torch.arange(202, 196, -1).expand(2, 6))
+
+
 def test_z_loss_that_cancels_the_softmax_leaves_the_smoothing() -> None:
     """The coefficient of the softmax is 1 + 2 ζ lse = 0."""
     check(

@@ -13,6 +13,7 @@ import pytest
 import dtensor_vocab as dv
 from bench.measure.ops import OPS as MEASURED
 from tests import oracle
+from tests.mutants import FAULTS
 from tests.ops import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -52,3 +53,11 @@ def test_docstring_says_what_a_caller_must_know(name: str) -> None:
     text = getattr(dv, name).__doc__
     for heading in ("Args:", "Returns:", "Communication:", "Rows"):
         assert heading in text, heading
+
+
+def test_planted_faults_are_of_the_package_and_of_the_tests() -> None:
+    """Each replaces text that its module has once, and names a test that exists."""
+    for fault in FAULTS:
+        file, _, test = fault.test.partition("::")
+        assert (ROOT / "dtensor_vocab" / fault.module).read_text().count(fault.sound) == 1, fault
+        assert f"def {test}(" in (Path(__file__).parent / file).read_text(), fault
