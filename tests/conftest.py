@@ -1,11 +1,11 @@
-"""Runs tests marked ``ranks(n)`` on n spawned gloo ranks, all those of one n in one go."""
+"""Runs tests marked ``ranks(n)`` on n spawned gloo ranks, which are started once per n."""
 
 from __future__ import annotations
 
 import logging
 import os
 
-# Each process would start a pool of compilers, for the few small kernels that it compiles.
+# Otherwise each process starts a pool of compilers for the few small kernels that it compiles.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from tests.ranks import RealRanks, World
 
-logging.getLogger("torch.__trace").propagate = False  # pages of it in every failure
+logging.getLogger("torch.__trace").propagate = False  # It would fill the report of a failure.
 # Ranks have one thread, and compiled kernels depend on the number: so they are shared.
 torch.set_num_threads(1)
 
@@ -30,7 +30,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiler for tests of what lies around the kernels: their cases would take minutes."""
+    """Tests of the code around the kernels need no compiler, which would take minutes."""
     monkeypatch.setenv("DTENSOR_VOCAB_KERNELS", "eager")
 
 
@@ -38,7 +38,7 @@ def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those of real ranks come last: the ranks work in the background meanwhile."""
+    """Tests on real ranks come last, since the ranks work in the background."""
     items.sort(key=_ranks)
 
 
@@ -47,12 +47,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if World.current is None:
         for item in filter(_ranks, session.items):
             waiting.setdefault(_ranks(item), []).append(item.nodeid)
-            item.fixturenames = []  # they are for the ranks to make
+            item.fixturenames = []  # The ranks make the fixtures.
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Starts the ranks of one size after the other, before fixtures change what they would see."""
+    """Starts the ranks of one size after another, before fixtures change the environment."""
     runs, waiting = item.session.stash.setdefault(RUNS, {}), item.session.stash[WAITING]
     if waiting and not any(run.working for run in runs.values()):
         size = next(iter(waiting))

@@ -134,7 +134,7 @@ def topk_kl_div(
         rest = torch.where(empty, 0, rest).logsumexp(-1, keepdim=True)
         s = torch.cat([s, torch.where(empty, -INF, rest)], -1)
         rest = 1 - t.exp().sum(-1, keepdim=True)
-        some = rest > 1e-6  # log-probabilities rounded to fp32 say no more
+        some = rest > 1e-6  # the precision of log-probabilities rounded to fp32
         t = torch.cat([t, torch.where(some, rest, 1).log().where(some, -INF)], -1)
     value = _divergence(*((s, t) if reverse else (t, s)), dead)
     _stop_at_zero(x, value)
@@ -152,7 +152,10 @@ def _wide(x: Tensor) -> Tensor:
 def _scaled(
     x: Tensor, temperature: float | Tensor, vocab_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Logits over temperature, -inf from ``vocab_size`` on; which rows are wholly -inf, as 0s."""
+    """Logits over temperature, -inf from ``vocab_size`` on, and which rows are -inf throughout.
+
+    Those rows become zeros.
+    """
     if isinstance(temperature, Tensor):
         temperature = temperature.double().unsqueeze(-1)
     x = x / temperature
@@ -193,7 +196,7 @@ def _ignored(index: Tensor, ignore_index: int | None) -> Tensor:
 
 def _entropy(x: Tensor, temperature: float | Tensor, vocab_size: int | None) -> Tensor:
     log_p, dead = _log_softmax(x, temperature, vocab_size)
-    log_p = log_p.masked_fill(log_p == -INF, -1e4)  # no mass, and no gradient
+    log_p = log_p.masked_fill(log_p == -INF, -1e4)  # gives neither mass nor gradient
     return torch.where(dead, math.nan, -(log_p.exp() * log_p).sum(-1))
 
 
@@ -207,7 +210,7 @@ def _divergence(log_a: Tensor, log_b: Tensor, dead: Tensor) -> Tensor:
 
 
 def _ranked(x: Tensor, vocab_size: int | None) -> Tensor:
-    """Ids by falling logit, equal ones by rising id."""
+    """Ids in descending order of their logits. Equal logits are in ascending order of ids."""
     x = _scaled(x.detach(), 1.0, vocab_size)[0]
     return x.sort(dim=-1, descending=True, stable=True).indices
 
@@ -235,7 +238,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def assert_values(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """Equal as ids; as numbers of ``actual``'s dtype, infinities and NaN in the same places."""
+    """Ids are equal. Numbers are within the tolerance of ``actual``'s dtype, infinities and NaN in
+    the same places.
+    """
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     if not actual.dtype.is_floating_point:
         assert actual.equal(expected), f"{actual}, expected {expected}"
@@ -248,7 +253,7 @@ def assert_values(actual: Tensor, expected: Tensor, tolerance: float | None = No
 
 
 def assert_gradient(actual: Tensor | None, expected: Tensor) -> None:
-    """Within tolerance (one rounding for 16-bit gradients), and 0 exactly where that is exact."""
+    """Within tolerance (one rounding for 16-bit gradients), and exactly 0 where ``expected`` is."""
     assert actual is not None, "no gradient"
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     if actual.dtype in TOLERANCE:
@@ -260,7 +265,7 @@ def assert_gradient(actual: Tensor | None, expected: Tensor) -> None:
 
 
 def assert_rounded_once(actual: Tensor, expected: Tensor) -> None:
-    """A 16-bit tensor is ``expected``, as fp32 arithmetic has it, rounded to nearest."""
+    """A 16-bit tensor is a result of fp32 math near ``expected``, rounded to nearest."""
     slack = 1e-5 * expected.abs() + 1e-6
     low, high = (expected - slack).to(actual.dtype), (expected + slack).to(actual.dtype)
     sound = ((low <= actual) & (actual <= high)) | (expected.isnan() & actual.isnan())
@@ -268,7 +273,7 @@ def assert_rounded_once(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_bytes_equal(actual: Tensor, expected: Tensor) -> None:
-    """Equal to the bit, NaN and the sign of 0 included."""
+    """Equal to the bit, including NaN and the sign of 0."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     same = _bytes(actual).equal(_bytes(expected))
@@ -282,7 +287,7 @@ def _bytes(x: Tensor) -> Tensor:
 def assert_parts(
     parts: dict[int, Tensor], expected: dict[int, Tensor], gradient: bool = False
 ) -> None:
-    """The local tensors of each rank are those expected of it."""
+    """The local tensor of each rank is the one expected of it."""
     for rank, local in parts.items():
         try:
             (assert_gradient if gradient else assert_values)(local, expected[rank])

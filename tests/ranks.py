@@ -1,8 +1,8 @@
 """Two ways to run a test on the ranks of a device mesh.
 
 Simulated: ``on_mesh(shape)`` in an ordinary test runs all ranks in this one process, with real
-values, under torch's ``LocalTensorMode`` over a process group that communicates nothing. Cheap,
-for layouts; a fault in which ranks part ways does not show as the hang that it is.
+values, under torch's ``LocalTensorMode`` over a process group that communicates nothing. This is
+cheap and serves tests of layouts, but ranks that disagree do not hang here.
 
 Real: a test marked ``@pytest.mark.ranks(n)`` runs in n processes over gloo, started once for all
 such tests of a session (see conftest.py), beside the tests of this process. There ``on_mesh`` gives
@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SIMULATED_RANKS = 16
 COLLECTIVE_TIMEOUT = 30.0
-"""Seconds that a real rank waits for its peers in a collective: a hang is a failure soon."""
+"""Seconds that a real rank waits for its peers in a collective before the test fails."""
 TEST_TIMEOUT = 300.0
 """Seconds without the end of a test after which the real ranks are killed."""
 
@@ -52,7 +52,7 @@ TEST_TIMEOUT = 300.0
 
 @contextlib.contextmanager
 def on_mesh(shape: Sequence[int]) -> Iterator[DeviceMesh]:
-    """A CPU mesh of this shape, over the real ranks if there are any, else over simulated ones."""
+    """A CPU mesh of this shape, over real ranks where there are any, else over simulated ones."""
     shape = tuple(shape)
     if World.current is not None:
         assert math.prod(shape) == World.current.size, f"no mesh {shape} on these ranks"
@@ -70,7 +70,7 @@ def _simulate() -> None:
 
 @functools.cache
 def _mesh(shape: tuple[int, ...], generation: int) -> DeviceMesh:
-    """One mesh a shape: DTensor caches by equality of meshes, whose process groups may differ."""
+    """One mesh per shape, since DTensor caches by equality of meshes, not of process groups."""
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape))
 
 
@@ -80,7 +80,7 @@ def _mesh(shape: tuple[int, ...], generation: int) -> DeviceMesh:
 def part(
     full: Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], rank: int
 ) -> Tensor:
-    """The view of ``full`` that ``rank`` holds, as ``torch.chunk`` says."""
+    """The view of ``full`` that ``rank`` holds by the rule of ``torch.chunk``."""
     for mesh_dim, placement in enumerate(placements):
         size = mesh_shape[mesh_dim]
         coordinate = rank // math.prod(mesh_shape[mesh_dim + 1 :]) % size
@@ -93,7 +93,7 @@ def part(
 
 
 def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """``full`` as a DTensor, with no communication; its parts have strides as ``full`` has."""
+    """``full`` as a DTensor, without communication. Parts of strided tensors stay strided."""
     parts = {}
     for rank in ranks_here(mesh):
         local = part(full, mesh.shape, placements, rank).detach()
@@ -107,7 +107,7 @@ def from_parts(
     placements: Sequence[Placement],
     shape: Sequence[int] | None = None,
 ) -> DTensor:
-    """A DTensor of the local tensors of each rank; without ``shape``, each believes its own."""
+    """A DTensor of the local tensors. Without ``shape``, each rank infers it from its own."""
     local = LocalTensor(parts) if World.current is None else parts[World.current.rank]
     if shape is None:
         return DTensor.from_local(local, mesh, placements, run_check=False)
@@ -135,14 +135,14 @@ def ranks_here(mesh: DeviceMesh) -> list[int]:
 
 
 class Collective(NamedTuple):
-    """One collective: what it was, and the shapes of what each rank in this process gave."""
+    """One collective: its name, and the shape of the tensor that each rank in this process gave."""
 
     name: str
     payload: dict[int, tuple[int, ...]]
 
 
 class Collectives(TorchDispatchMode):
-    """Records the collectives that are started inside."""
+    """Records the collectives that start inside."""
 
     NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
     NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
@@ -155,7 +155,7 @@ class Collectives(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor takes the op apart, and the parts come by here
+            return NotImplemented  # DTensor calls the op on local tensors, which come here.
         namespace, _, name = str(getattr(func, "_name", "")).partition(".")[0].partition("::")
         if namespace in self.NAMESPACES and name not in self.NO_COLLECTIVES:
             given = next(a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, Tensor))
@@ -168,7 +168,7 @@ class Collectives(TorchDispatchMode):
 
 
 class World:
-    """The process group of a spawned rank: made anew after each failure, which may break it."""
+    """The process group of a spawned rank, which is made anew after each failure."""
 
     current: World | None = None
 
@@ -201,9 +201,9 @@ class World:
         return [pickle.loads(self.store.get(key)) for key in keys]
 
     def settle(self, name: str, passed: bool) -> None:
-        """Waits until all ranks are done with a test; a new process group if one failed.
+        """Waits until all ranks are done with a test, and makes a new process group if one failed.
 
-        A rank that failed may have exchanged less than its peers: the count starts anew.
+        The count of exchanges starts anew, since a rank that failed may have made fewer.
         """
         self.store.set(f"{name}/{self.rank}", str(passed))
         outcomes = [self.store.get(f"{name}/{rank}") for rank in range(self.size)]
@@ -212,7 +212,7 @@ class World:
         if all(outcome == b"True" for outcome in outcomes):
             return
         dist.destroy_process_group()
-        torch.compiler.reset()  # compiled code knows the group that there was
+        torch.compiler.reset()  # Compiled code holds the old group.
         self.generation += 1
         self._join()
 
@@ -226,9 +226,9 @@ class Outcome(NamedTuple):
 
 
 class RealRanks:
-    """Runs the given tests on ``size`` processes, once, and keeps how they ended.
+    """Runs the given tests once on ``size`` processes and keeps their outcomes.
 
-    They work in the background until ``outcomes`` is asked for.
+    The processes work in the background. The first access to ``outcomes`` waits for them.
     """
 
     def __init__(
@@ -262,17 +262,17 @@ class RealRanks:
 
     def stop(self) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):  # a rank leads what it started itself
+            with contextlib.suppress(ProcessLookupError):  # A rank leads a group with its children.
                 os.killpg(rank.pid, signal.SIGKILL)
             rank.kill()
             rank.join()
 
     def _wait(self, directory: Path) -> None:
-        """Until all are done, one died, or none has ended a test for too long."""
+        """Waits until all are done, one has died, or none has finished a test for too long."""
         size, since = -1, time.monotonic()
         while self.working:
             if any(rank.exitcode for rank in self._ranks):
-                time.sleep(1)  # for the peers to write what they know
+                time.sleep(1)  # The peers write their outcomes.
                 return
             written = sum(file.stat().st_size for file in directory.glob("*.jsonl"))
             if written != size:
@@ -287,7 +287,7 @@ class RealRanks:
         return {name: Outcome(*outcome) for name, *outcome in map(json.loads, lines)}
 
     def replay(self, node_id: str) -> None:
-        """Ends as the test did on the ranks."""
+        """Passes, fails or skips as the test did on the ranks."""
         outcomes = [by_name.get(node_id) for by_name in self.outcomes]
         failures = [
             f"rank {rank}: never ended (exit code {self.exits[rank]})"
@@ -306,7 +306,7 @@ class RealRanks:
 def _run_rank(
     rank: int, size: int, node_ids: list[str], root: Path, directory: Path, timeout: float
 ) -> None:
-    """A spawned rank: an inner pytest session over the same tests, in the same order."""
+    """A spawned rank runs an inner pytest session over the same tests in the same order."""
     os.setpgrp()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -321,7 +321,7 @@ def _run_rank(
 
 
 class _Rank:
-    """The plugin of the inner session: keeps the ranks in step and reports what came of a test."""
+    """The plugin of the inner session, which synchronises the ranks and reports outcomes."""
 
     def __init__(self, world: World, report: Any) -> None:
         self.world, self.report = world, report

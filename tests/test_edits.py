@@ -1,4 +1,4 @@
-"""Inputs edited between forward and backward: an error, or the gradient of the old values."""
+"""An input edited between forward and backward raises, or the gradient is of the old values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_tensor_is_edited(op: Op, edited: str, compile_op: bool) -> None:
 @pytest.mark.parametrize("wrapped_by", ["caller", "op"])
 @COMPILED_TOO
 def test_local_tensor_is_edited(op: Op, edited: str, compile_op: bool, wrapped_by: str) -> None:
-    """The caller keeps the plain tensor that a DTensor was made of, such as a static buffer."""
+    """The caller may keep the plain tensor that a DTensor wraps, such as a static buffer."""
     with lone_rank(1) as mesh:
         plain = draw_all(op)
         inputs = {
@@ -95,8 +95,9 @@ def test_local_tensor_is_edited(op: Op, edited: str, compile_op: bool, wrapped_b
 
 @EACH
 def test_dtensor_is_edited(op: Op, edited: str) -> None:
-    """Compiled code does not see this, whatever the op: torch saves the local tensors there, and
-    an in-place op on a DTensor leaves their versions as they are (torch 2.11 to 2.14).
+    """The ops are not compiled here, because compiled code detects no such edit: torch saves the
+    local tensors there, and an in-place op on a DTensor does not change their versions (seen on
+    torch 2.11 to 2.14).
     """
     with lone_rank(1) as mesh:
         inputs = {name: wrap(name, x, mesh) for name, x in draw_all(op).items()}

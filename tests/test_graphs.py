@@ -283,7 +283,7 @@ def test_logits_are_read_once_each_way(op: Op) -> None:
 
 
 def readers(node: fx.Node) -> set[fx.Node]:
-    """The operators that read a tensor, through its views too."""
+    """The operators that read a tensor or a view of it."""
     users = {user for user in node.users if user.op == "call_function"}
     views = {user for user in users if short_name(user) in VIEWS}
     return (users - views).union(*map(readers, views))
@@ -294,13 +294,13 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Whether it is as large as the logits that a rank has."""
+    """Whether it has the size of the local logits."""
     return ROWS in shape(node) and not {*COLUMNS, VOCAB}.isdisjoint(shape(node))
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_nothing_as_large_as_the_logits_but_them_and_their_gradients(op: Op) -> None:
-    """And these in the logits' own dtype."""
+def test_only_the_logits_and_their_gradients_have_their_size(op: Op) -> None:
+    """Both are in the dtype of the logits."""
     graphs = graphs_of(op)
     whole = [node for graph in graphs.both for node in graph.nodes if is_whole(node)]
     assert whole
@@ -318,7 +318,7 @@ def test_nothing_waits_for_the_device(op: Op, sharded: bool) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_sharding_adds_the_collectives_alone(op: Op) -> None:
+def test_sharding_adds_only_the_collectives(op: Op) -> None:
     pairs = zip(graphs_of(op, sharded=False).both, graphs_of(op).both, strict=True)
     for plain, sharded in pairs:
         assert ours(plain) == [name for name in ours(sharded) if name not in COLLECTIVES]

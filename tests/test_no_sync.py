@@ -1,7 +1,7 @@
-"""No operator that a call runs, forward or backward, makes the host wait for the device.
+"""No operator of a forward or backward makes the host wait for the device.
 
-Run under a mode that sees into the custom operators and refuses what would wait: on the CPU,
-on ranks of a simulated mesh, and on fake tensors that claim to be on a GPU.
+The ops run under a mode that enters the custom operators and refuses every call that would wait:
+on the CPU, on one rank of a mesh, and on fake tensors whose device is a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAITING = {
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where the host would wait; custom operators run as the tensor code they are."""
+    """Raises where the host would wait, inside of custom operators too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class NoWaiting(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor takes the op apart, and the parts come by here
+            return NotImplemented  # DTensor calls the op on local tensors, which come here.
         kwargs = kwargs or {}
         name = getattr(func, "_name", "").partition(".")[0]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -84,7 +84,7 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_cpu(op: Op, sharded: bool) -> None:
+def test_nothing_waits_on_the_cpu(op: Op, sharded: bool) -> None:
     inputs, options, grads = draw_call(op)
     if not sharded:
         run(op, inputs, options, grads)
@@ -111,7 +111,7 @@ def run(op: Op, inputs: Inputs, options: dict[str, Any], grads: list[Tensor | No
 
 
 def draw_call(op: Op) -> tuple[Inputs, dict[str, Any], list[Tensor | None]]:
-    """Inputs, options and upstream gradients of a call that leaves out no step of the math."""
+    """Inputs, options and upstream gradients of a call that takes every step of the math."""
     inputs = draw(op, vocab=9)
     for name in op.logits:
         inputs[name] = torch.cat([inputs[name], torch.zeros(6, 2)], -1)
@@ -126,11 +126,11 @@ def assert_ran(mode: NoWaiting, op: Op) -> None:
     assert op.constant or any("_backward" in name for name in mode.ran)
 
 
-# ------------------------------------------------------------------ on what claims to be a GPU
+# ------------------------------------------------------------------ on a fake GPU
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_fake_gpu(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_on_a_fake_gpu(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, options, _ = draw_call(op)
     applied = without_engine(monkeypatch)
     with FakeTensorMode(), IndexInPython(), NoWaiting() as mode:
@@ -148,9 +148,9 @@ def test_fake_gpu(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class IndexInPython(TorchFunctionMode):
-    """Indexing as the operators it stands for.
+    """Turns indexing into calls of operators.
 
-    The C++ behind it asks for the tensor's device, which a build of torch without CUDA lacks.
+    The C++ code of indexing needs the tensor's device, which a build of torch without CUDA lacks.
     """
 
     def __torch_function__(
@@ -161,7 +161,7 @@ class IndexInPython(TorchFunctionMode):
         if func is Tensor.__setitem__:
             x, key, value = args
             where = _index(x, key)
-            # for its checks alone where there are no data
+            # On a fake GPU there are no data to write, and the sum checks shapes and devices.
             return where.copy_(value) if x.device.type == "cpu" else where + value
         if func is Tensor.__invert__:
             return aten.bitwise_not(*args)
@@ -185,9 +185,9 @@ def _index(x: Tensor, key: Any) -> Tensor:
 
 
 def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[type[PerToken], Any, Any]]:
-    """Makes calls of the ops' autograd functions as autograd does, and returns them as a list.
+    """Replaces autograd for the ops' autograd functions, and returns a list of their calls.
 
-    Autograd itself refuses GPU tensors, also fake ones, in a build of torch without CUDA.
+    Autograd refuses GPU tensors, fake ones included, in a build of torch without CUDA.
     """
     calls = []
 

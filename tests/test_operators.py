@@ -1,4 +1,4 @@
-"""Every operator of torch.ops.dtensor_vocab, called as the public functions call it."""
+"""opcheck of every operator, with the arguments that the public functions give it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAST_RANK = 3
 
 
 class Calls(TorchDispatchMode):
-    """Keeps the arguments of the package's operators, on plain tensors or on the last rank."""
+    """Records the arguments of the package's operators. Of simulated ranks it records the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Calls(TorchDispatchMode):
 
 
 def _copy(value: Any) -> Any:
-    """The same tensor for itself, with its strides; the last rank's of a simulated one."""
+    """A copy with the same storage offset and strides; of a simulated tensor, the last rank's."""
     if not isinstance(value, Tensor):
         return value
     value = value._local_tensors[LAST_RANK] if isinstance(value, LocalTensor) else value.detach()
@@ -70,7 +70,7 @@ def with_gradients(
 
 
 def in_all_ways(op: Op, make: Callable[[], Inputs], **options: Any) -> None:
-    """For each choice of gradients, and in place."""
+    """Calls the op with every choice of inputs that need a gradient, and in place."""
     with_gradients(op, make(), **options)
     for name in op.differentiable:
         with_gradients(op, make(), (name,), **options)
@@ -105,7 +105,7 @@ def without_rows(op: Op) -> None:
 
 
 def without_columns(op: Op) -> None:
-    """An empty shard: of V = 5 on 4 ranks, the last."""
+    """The last of 4 ranks has an empty shard of V = 5."""
     inputs = draw(op, vocab=5)
     with on_mesh((4,)) as mesh:
         in_all_ways(op, lambda: {n: place(n, x, mesh, tp(4), inputs) for n, x in inputs.items()})
@@ -118,7 +118,7 @@ VARIATIONS: dict[str, Callable[[Op], None]] = {
 
 @functools.cache
 def captured(variation: str) -> dict[str, list[tuple[Any, ...]]]:
-    """The arguments of each operator; one set for each pattern of what is left out."""
+    """The arguments of each operator, one set per pattern of arguments that are None."""
     calls = Calls()
     for op in OPS:
         with calls:
@@ -163,7 +163,7 @@ def _requires_grad(value: Any) -> Any:
 
 
 def test_statistics_of_dtensors() -> None:
-    """One set a shard, on the mesh dim of the vocabulary: to be gathered, not reduced."""
+    """Each shard has its own statistics, which are sharded over the mesh dim of the vocabulary."""
     logits = torch.randn(4, 6, 10)
     with on_mesh((2, 2)) as mesh:
         placed = distribute(logits, mesh, [Shard(0), Shard(-1)])
@@ -185,7 +185,7 @@ def test_statistics_of_dtensors() -> None:
 
 
 def test_statistics_are_constants_to_autograd() -> None:
-    """Gradients are the public functions' affair."""
+    """The public functions implement the gradients."""
     logits = torch.randn(4, 10, requires_grad=True)
     stats = torch.ops.dtensor_vocab.softmax_stats(
         logits, None, None, torch.zeros(1, dtype=torch.int64), [10, 10, 10], None

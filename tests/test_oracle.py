@@ -1,4 +1,4 @@
-"""The tests tested: the oracle beside plain torch, wrong ops that every comparison catches."""
+"""Tests of the tests: the oracle agrees with plain torch, and comparisons catch wrong ops."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ PLAIN_TORCH: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN_TORCH)
-def test_oracle_beside_plain_torch(name: str) -> None:
-    """The values and, by autograd, the gradients."""
+def test_oracle_agrees_with_plain_torch(name: str) -> None:
+    """Values agree, and so do the gradients by autograd."""
     ours, theirs = PLAIN_TORCH[name]()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     inputs = (LOGITS, TEACHER)
@@ -101,7 +101,7 @@ def test_oracle_beside_plain_torch(name: str) -> None:
 
 
 class _Scale(torch.autograd.Function):
-    """The identity, with a gradient that is not."""
+    """The identity, whose backward scales the gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, factor: float) -> Tensor:
@@ -139,7 +139,7 @@ class _NextRow(torch.autograd.Function):
 
 
 def _local_softmax(logits: DTensor, index: Tensor) -> Tensor:
-    """Each rank normalises over its own columns, and drops the other shards' mass."""
+    """Each rank normalises over its own columns and ignores the mass of other shards."""
     out = dv.entropy(logits) * 0
     local = logits.to_local().log_softmax(-1).amax(-1)
     return out + DTensor.from_local(local, logits.device_mesh, [Replicate()], run_check=False)
@@ -161,10 +161,10 @@ real = dv.logprobs
 
 WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gradient twice too large": lambda logits, index: _Scale.apply(real(logits, index), 2.0),
-    "gradient a hair too large": lambda logits, index: _Scale.apply(real(logits, index), 1.0001),
+    "gradient slightly too large": lambda logits, index: _Scale.apply(real(logits, index), 1.0001),
     "no gradient": lambda logits, index: real(logits.detach(), index),
     "gradient of another row": lambda logits, index: real(_NextRow.apply(logits), index),
-    "value a hair off": lambda logits, index: real(logits, index) + 1e-3,
+    "value slightly off": lambda logits, index: real(logits, index) + 1e-3,
     "value of another sign": lambda logits, index: -real(logits, index),
     "a dropped shard": _without_last_shard,
     "shards that are not merged": _local_softmax,
@@ -189,7 +189,7 @@ def test_wrong_op_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_gathered_logits_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One collective, placements, values and gradients as they should be; but what a payload."""
+    """Everything is right except for the size of the payload."""
 
     def gather(logits: DTensor, index: Tensor) -> Tensor:
         return real(logits.redistribute(placements=[Replicate()]), index)
@@ -235,7 +235,7 @@ X = torch.tensor([1.0, -2.0, 0.0, torch.inf, torch.nan], dtype=torch.float64)
 @pytest.mark.parametrize(
     "change",
     [(0, 1.001), (1, 2.0), (2, 1e-4), (3, -torch.inf), (3, torch.nan), (4, 0.0)],
-    ids=["a hair", "sign", "not 0", "-inf", "NaN", "not NaN"],
+    ids=["slightly", "sign", "not 0", "-inf", "NaN", "not NaN"],
 )
 def test_assert_values(change: tuple[int, float]) -> None:
     oracle.assert_values(X.float(), X)

@@ -51,7 +51,7 @@ def raised_everywhere(kind: type[Exception], call: Callable[[], object]) -> str:
     return str(error.value)
 
 
-# ------------------------------------------------------------------ as on one process
+# ------------------------------------------------------------------ results and payloads
 
 
 @two_ranks
@@ -78,7 +78,7 @@ def test_four_ranks(op: Op, vocab: int) -> None:
 @pytest.mark.parametrize("rows", [(6,), (1,), (0,)], ids=["6 rows", "1 row", "no row"])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_data_and_tensor_parallel(op: Op, rows: tuple[int, ...]) -> None:
-    """One row: a data-parallel rank has none."""
+    """With one row, a data-parallel rank has none."""
     observed = check(op, draw(op, rows), DP_TP)
     names = [c.name for c in observed.forward]
     assert World.current.gather(names) == [names] * 4
@@ -127,7 +127,7 @@ def test_losses(loss: str) -> None:
 @pytest.mark.parametrize("ids", ["plain", "DTensor"])
 @pytest.mark.parametrize("op", WITH_IDS, ids=str)
 def test_bad_id_on_one_rank(op: Op, ids: str, bad: int) -> None:
-    """All raise, none waits, and the next call is as any other."""
+    """All ranks raise, none waits, and the next call works."""
     inputs = draw(op)
     name = op.arguments[-1]
     if rank() == 1:
@@ -159,7 +159,7 @@ def test_bad_temperature_on_one_rank(op: Op, bad: float) -> None:
 
 
 def check_bad_row(layout: Layout, reduction: str, call: Callable[..., Tensor]) -> None:
-    """A reduction tells of it to those that have other rows, which would wait for the sum."""
+    """The reduction passes the fault to ranks with other rows, which would wait for the sum."""
     op = OP["cross_entropy(reduction=mean,z_loss=0.1)"].with_options(reduction=reduction)
     inputs = draw(op, (4,))
     inputs["target"][3] = 10 if rank() == dist.get_world_size() - 1 else 3
@@ -209,7 +209,7 @@ def test_bad_id_on_one_rank_with_compiled_kernels(op: Op) -> None:
 @eager
 @pytest.mark.parametrize("op", [OP["logprobs(K=3)"], OP["cross_entropy(reduction=none)"]], ids=str)
 def test_another_ignore_index_on_one_rank(op: Op) -> None:
-    """Right where no id is either of them; where one is, it is out of range for the other rank."""
+    """The ranks disagree only on ids equal to either, which are out of range on the other rank."""
     inputs = draw(op)
     ignored = -100 if rank() == 0 else -1
     check(op, inputs, tp(2), ignore_index=ignored)
@@ -226,8 +226,8 @@ def test_another_ignore_index_on_one_rank(op: Op) -> None:
 @two_ranks
 @eager
 @pytest.mark.parametrize("op", [op for op in OPS if not op.constant], ids=str)
-def test_gradient_wanted_on_one_rank_alone(op: Op) -> None:
-    """Ranks send the same, whatever they differentiate."""
+def test_payload_where_one_rank_alone_needs_a_gradient(op: Op) -> None:
+    """Ranks send the same, whichever inputs they differentiate."""
     inputs = draw(op)
     observed = check(op, inputs, tp(2), needs=op.differentiable if rank() == 0 else ())
     sent = [(c.name, *c.payload.values()) for c in observed.forward]
@@ -238,7 +238,7 @@ def test_gradient_wanted_on_one_rank_alone(op: Op) -> None:
 @eager
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_half_precision_on_one_rank_alone(op: Op) -> None:
-    """A shard in another dtype, of the same math: its values are what they are."""
+    """Shards of two dtypes with the same math dtype give the right values."""
     inputs = draw(op, dtype=torch.bfloat16)
     if rank() == 0:
         inputs = {n: x.float() if n in op.logits else x for n, x in inputs.items()}
@@ -246,7 +246,7 @@ def test_half_precision_on_one_rank_alone(op: Op) -> None:
 
 
 def submesh(names: tuple[str, ...]) -> DeviceMesh:
-    """Tensor-parallel ranks of a mesh of dp x cp x tp, alone or beside dp and cp made into one."""
+    """The tensor-parallel ranks of a mesh of dp x cp x tp, alone or beside dp and cp flattened."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     if names[0] == "rows":
         mesh["dp", "cp"]._flatten("rows")
@@ -258,7 +258,7 @@ def submesh(names: tuple[str, ...]) -> DeviceMesh:
 @pytest.mark.parametrize("names", [("tp",), ("rows", "tp"), ("cp", "tp")], ids="-".join)
 @pytest.mark.parametrize("op", named("logprobs", "kl_div", "cross_entropy"), ids=str)
 def test_submesh(op: Op, names: tuple[str, ...]) -> None:
-    """Each of its copies has other rows, unless these are sharded over it."""
+    """Each copy of the submesh has its own rows, unless the submesh shards the rows."""
     mesh = submesh(names)
     seed = 0 if names[0] == "rows" else rank() // 2
     inputs = draw(op, seed=seed)
@@ -277,7 +277,7 @@ def test_submesh(op: Op, names: tuple[str, ...]) -> None:
 @eager
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_ranks_that_disagree_on_the_vocabulary(op: Op) -> None:
-    """Shards of 3 and 2 columns, each rank believing in twice its own."""
+    """The shards have 3 and 2 columns, and each rank takes V for twice its own share."""
     inputs = draw(op, vocab=5)
     for name in op.arguments:  # in range for every rank's idea of V
         if name not in op.logits and not inputs[name].is_floating_point():
@@ -307,7 +307,7 @@ def test_shards_of_other_sizes(
     inputs = draw(op, vocab=vocab)
     inputs["teacher"] = inputs["teacher"].to(dtype)
     sizes = [len(chunk) for chunk in torch.arange(vocab).tensor_split(4)]
-    if vocab == 7:  # 1, 2, 2, 2, where 2, 2, 2, 1 are due
+    if vocab == 7:  # 1, 2, 2, 2, where torch.chunk gives 2, 2, 2, 1
         sizes.reverse()
     with on_mesh((4,)) as mesh:
         placed = {name: distribute(x, mesh, [Shard(-1)]) for name, x in inputs.items()}
@@ -320,7 +320,7 @@ def test_shards_of_other_sizes(
 
 @two_ranks
 @eager
-def test_uneven_shards_with_their_shape_are_exact() -> None:
+def test_uneven_shards_with_the_global_shape_are_exact() -> None:
     op = OP["logprobs"]
     inputs = draw(op, vocab=5)
     with on_mesh((2,)) as mesh:
@@ -353,7 +353,7 @@ def test_refusals_are_alike(op: Op) -> None:
 
 
 def train(head: nn.Module, hidden: Tensor, index: Tensor, teacher: Tensor) -> list[Tensor]:
-    """A loss of several ops, and the gradients of the head and of what it reads."""
+    """A loss of several ops, and the gradients of the head and of its input."""
     logits = head(hidden)
     loss = (
         -dv.logprobs(logits, index).mean()
@@ -366,7 +366,7 @@ def train(head: nn.Module, hidden: Tensor, index: Tensor, teacher: Tensor) -> li
 
 
 def train_like_one_process(ranks: int) -> None:
-    """Gradients as on one process: no factor of the ranks."""
+    """Gradients equal those of one process, without a factor of the number of ranks."""
     torch.manual_seed(1)
     weight, teacher = torch.randn(11, 8), torch.randn(5, 11)
     index = torch.randint(11, (5,))
