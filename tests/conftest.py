@@ -52,9 +52,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Starts the ranks of one size after another, before fixtures change the environment."""
+    """Starts the ranks of one size after another, before fixtures change the environment.
+
+    Two sizes work at once when this process has no more tests of its own.
+    """
     runs, waiting = item.session.stash.setdefault(RUNS, {}), item.session.stash[WAITING]
-    if waiting and not any(run.working for run in runs.values()):
+    at_once = 2 if _ranks(item) else 1
+    while waiting and sum(run.working for run in runs.values()) < at_once:
         size = next(iter(waiting))
         runs[size] = RealRanks(size, waiting.pop(size), item.config.rootpath)
 
