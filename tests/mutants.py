@@ -42,7 +42,7 @@ FAULTS = [
     Fault("layout.py", "return Partial()", "return Replicate()", "test_options.py::test_temperature"),
     Fault("layout.py", "return Replicate() if ndim == 0 else Shard(dim)", "return Replicate()", "test_options.py::test_temperature"),
     Fault("layout.py", "return Shard(0) if over_vocab else Replicate()", "return Replicate()", "test_options.py::test_temperature"),
-    Fault("layout.py", "0 if mesh_dim is None or coordinate is None else", "0 if mesh_dim is None else", "test_real_ranks.py::test_submesh"),
+    Fault("layout.py", "0 if mesh_dim is None or coordinate is None else", "0 if mesh_dim is None else", "test_layouts.py::test_rank_outside_of_the_mesh_gets_empty_results"),
     Fault("checks.py", "if not 0 < vocab_size <= columns:", "if not 0 <= vocab_size <= columns:", "test_validation.py::test_vocab_size"),
     Fault("checks.py", "if logits.dim() == 0 or logits.shape[-1] == 0:", "if logits.dim() == 0:", "test_validation.py::test_logits"),
     Fault("checks.py", "> MAX_COLUMNS and logits.dtype != torch.float64", "> MAX_COLUMNS", "test_validation.py::test_largest_vocabularies_are_accepted"),

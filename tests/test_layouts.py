@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from torch.distributed.tensor import Partial, Replicate, Shard
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+import dtensor_vocab as dv
 from dtensor_vocab.layout import placements_of
 from tests.ops import OPS, PATHS, Layout, Op, check, draw, tp
+from tests.rank_zero import lone_rank
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
 
@@ -52,6 +56,23 @@ def test_even_uneven_and_empty_shards(op: Op, vocab: int, ranks: int) -> None:
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_leading_dims(op: Op, rows: tuple[int, ...]) -> None:
     check(op, draw(op, rows=rows), tp(2))
+
+
+def test_rank_outside_of_the_mesh_gets_empty_results() -> None:
+    """As with torch's own ops, such a rank may call the function and takes no part in it."""
+    with lone_rank(2):
+        mesh = DeviceMesh("cpu", torch.tensor([1, 2]))  # This process is rank 0.
+        logits = DTensor.from_local(
+            torch.empty(0),
+            mesh,
+            [Shard(1)],
+            run_check=False,
+            shape=torch.Size((6, 10)),
+            stride=(10, 1),
+        )
+        for out in (dv.entropy(logits), dv.logprobs(logits, torch.zeros(6, dtype=torch.int64))):
+            assert out.shape == (6,)
+            assert out.to_local().numel() == 0
 
 
 # ------------------------------------------------------------------ placement rules
