@@ -215,7 +215,7 @@ def _variant(arg: Any) -> Any:
     return int if type(arg) is int and not 0 <= arg <= 1 else arg
 
 
-def _alignment(x: Tensor) -> tuple[bool, ...]:
+def _alignment(x: Tensor) -> tuple[Any, ...]:
     """Which of the numbers that vector loads on a GPU depend on are multiples of 16."""
     if x.device.type == "cpu" or x.dim() < 2:
         return ()
