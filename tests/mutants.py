@@ -214,7 +214,6 @@ FAULTS = [
     Fault("_private.py", "return (disabled if \"torch._dynamo\" in sys.modules else fn)(*args, **kwargs)", "return disabled(*args, **kwargs)", "test_kernel.py::test_without_a_cache_directory"),
     Fault("_private.py", "    if torch._dynamo.config.disable:", "    if False:", "test_kernel.py::test_warm_kernel_runs_in_blocks_under_a_stance"),
     Fault("_private.py", "return torch.jit.is_tracing() or is_fx_symbolic_tracing()", "return torch.jit.is_tracing()", "test_composition.py::test_warm_kernels_are_traced"),
-    Fault("_private.py", "return torch.jit.is_tracing() or is_fx_symbolic_tracing()", "return is_fx_symbolic_tracing()", "test_validation.py::test_jit_trace"),
     Fault("_private.py", "return torch.ops.aten._unsafe_view(x, x.shape)", "return x", "test_gradients.py::test_results_may_be_edited_in_place"),
     Fault("softmax.py", "tokens = (tokens - first).clamp(0, CHUNK_COLUMNS)", "tokens = (tokens - first).clamp_min(0)", "test_numbers.py::test_special_rows_in_chunks_of_columns"),
     Fault("softmax.py", "x = chunked(x, -torch.inf)", "x = chunked(x, 0)", "test_numbers.py::test_special_rows_in_chunks_of_columns"),
