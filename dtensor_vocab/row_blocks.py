@@ -97,8 +97,8 @@ them once and takes one exponential of each."""
 def in_chunks(x: Tensor) -> bool:
     """Whether statistics of ``x`` are those of chunks of columns, merged as shards are.
 
-    Inductor makes one read of it on GPUs from torch 2.14 on. On torch 2.11 to 2.13 it reads the
-    chunks twice and takes more instructions than without chunks.
+    Inductor's Triton code then reads the logits once (seen on torch 2.14.1). On torch 2.13.0 it
+    reads the chunks twice and takes more instructions than without chunks.
     """
     return x.device.type != "cpu" and torch.__version__ >= "2.14"
 

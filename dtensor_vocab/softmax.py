@@ -102,11 +102,8 @@ def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, 
     x = to_math(logits, start, sizes)
     covered = coverage(x, index, temperature, start, width, sizes, ignore_index)
     tokens = (Sizes(*sizes).vocab_size - start).clamp(0, width)
-    merge = in_chunks(x)
-    sums = _sums_of_chunks if merge else _sums
+    sums = _sums_by_chunks if in_chunks(x) else _sums
     m, s, w, *t = sums(x, temperature, tokens, sizes, summed)
-    if merge:
-        m, s, w, *t = merge_sums(m, s, w, *t, temperature=temperature)
     stats = [m, s, covered, w]
     if summed:
         share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
@@ -133,17 +130,17 @@ def _sums(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
     return maximum.squeeze(-1), total, w, t
 
 
-def _sums_of_chunks(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
-    """The same for each chunk, ``[rows, chunks]``, and n / N if ``summed``."""
+def _sums_by_chunks(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
+    """The same from the sums of chunks, which are merged as those of shards are."""
     x = chunked(x, -torch.inf)
-    temperature = None if temperature is None else temperature.unsqueeze(-1)
+    by_row = None if temperature is None else temperature.unsqueeze(-1)
     if not summed:
-        return _sums(x, temperature, None, sizes, False)
+        return merge_sums(*_sums(x, by_row, None, sizes, False), temperature=temperature)
     first = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32) * CHUNK_COLUMNS
     tokens = (tokens - first).clamp(0, CHUNK_COLUMNS)
     share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
-    sums = _sums(x, temperature, tokens.unsqueeze(-1), sizes, True)
-    return *sums, share.expand(sums[0].shape)
+    m, s, w, t = _sums(x, by_row, tokens.unsqueeze(-1), sizes, True)
+    return merge_sums(m, s, w, t, share.expand(m.shape), temperature=temperature)
 
 
 # ---- merge of the shards
