@@ -26,7 +26,7 @@ from dtensor_vocab._private import (
     compiles_nothing_new,
     is_traced_for_a_graph,
 )
-from dtensor_vocab.row_blocks import ALIGNMENT, in_blocks
+from dtensor_vocab.row_blocks import ALIGNMENT, in_blocks, in_chunks
 
 __all__ = ["kernel", "merge_kernel"]
 
@@ -42,7 +42,14 @@ GPU_OPTIONS: dict[str, Any] = {
 ELEMENTWISE_GPU_OPTIONS: dict[str, Any] = {
     "triton.prefer_nd_tiling": True,  # Otherwise each logit divides its position by V.
 }
-
+SEVERAL_ROWS_GPU_OPTIONS: dict[str, Any] = {
+    # Otherwise a block of threads takes one row (torch 2.13). Chunks would lose their one read by
+    # this option (torch 2.14).
+    "max_autotune_pointwise": True,
+}
+MANY_ROWS = 1 << 13
+"""Rows from which on blocks of several rows fill a GPU. Kernels for fewer are compiled apart: their
+tiles are chosen on the first call, and suit few rows or many."""
 
 _numbers = itertools.count(1)
 """Line numbers for the code of compiled variants."""
@@ -142,14 +149,11 @@ def _run_compiled(
     obstacle = compiler_obstacle()
     if obstacle is not None:
         raise NotCompiled(obstacle)
-    key = tuple(map(_variant, args))
+    key = tuple(map(_variant, args)), _has_many_rows(args[0])
     if key not in variants:
         if compiles_nothing_new():
             raise NotCompiled("torch.compiler.set_stance forbids further compilation")
-        options = INDUCTOR_OPTIONS
-        if args[0].device.type != "cpu":
-            options = options | GPU_OPTIONS | (ELEMENTWISE_GPU_OPTIONS if elementwise else {})
-        variants[key] = _compile(fn, options)
+        variants[key] = _compile(fn, INDUCTOR_OPTIONS | _gpu_options(args[0], elementwise))
     try:
         with alike_to_guards():
             return variants[key](*args)
@@ -161,6 +165,19 @@ def _run_compiled(
 
     variants[key] = refuse
     return refuse()
+
+
+def _has_many_rows(first: Tensor) -> bool:
+    return first.device.type != "cpu" and first.shape[:-1].numel() >= MANY_ROWS
+
+
+def _gpu_options(first: Tensor, elementwise: bool) -> dict[str, Any]:
+    if first.device.type == "cpu":
+        return {}
+    if elementwise:
+        return GPU_OPTIONS | ELEMENTWISE_GPU_OPTIONS
+    several_rows = _has_many_rows(first) and not in_chunks(first)
+    return GPU_OPTIONS | (SEVERAL_ROWS_GPU_OPTIONS if several_rows else {})
 
 
 def _compile(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
