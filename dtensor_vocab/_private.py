@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "in_func_transform",
     "is_traced_for_a_graph",
     "non_view",
+    "options_that_exist",
     "overload",
     "register_placements",
     "run_without_dynamo",
@@ -149,6 +150,16 @@ def _import_dynamo() -> str | None:
     except Exception as error:
         return f"torch.compile can't be imported: {error}"
     return None
+
+
+def options_that_exist(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of Inductor that this torch has; ``torch.compile`` raises for others.
+
+    ``max_complex_pointwise_cat_inputs`` came between torch 2.11 and 2.13, which split it from
+    ``max_pointwise_cat_inputs``.
+    """
+    known = torch._inductor.config.get_config_copy()
+    return {name: value for name, value in options.items() if name in known}
 
 
 def compiles_nothing_new() -> bool:

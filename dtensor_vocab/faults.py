@@ -13,15 +13,16 @@ from torch import Tensor
 
 from dtensor_vocab._private import assert_async
 from dtensor_vocab.ids import not_ignored
+from dtensor_vocab.numerics import columns_before
 
-__all__ = ["NUM_FAULTS", "assert_no_faults", "coverage", "faults_of"]
+__all__ = ["NUM_CHECKS", "assert_no_faults", "coverage", "passed_checks"]
 
 
 def coverage(
     x: Tensor,
     index: Tensor | None,
     temperature: Tensor | None,
-    start: Tensor,
+    start: Tensor | int,
     width: int,
     sizes: Sequence[int],
     ignore_index: int | None = None,
@@ -34,7 +35,7 @@ def coverage(
     dtype of the math.
     """
     columns, shard_size, vocab_size = sizes
-    expected = (columns - start).clamp(0, shard_size)
+    expected = columns_before(columns, start, shard_size, x.device)
     number = torch.where(expected == width, x.new_full((), columns), torch.nan)
     number = number.expand(x.shape[:-1])
     if index is not None:
@@ -48,49 +49,48 @@ def coverage(
     return number
 
 
-NUM_FAULTS = 3
-"""The number of kinds of faults, in the order of :func:`faults_of`."""
+NUM_CHECKS = 3
+"""How many checks :func:`passed_checks` tells of."""
 
 
-def faults_of(covered: Tensor) -> Tensor:
-    """The faults that the shards' ``coverage [rows, shards]`` shows in each row, ``[rows, 3]``.
+def passed_checks(covered: Tensor) -> Tensor:
+    """Which checks each row passes by the shards' ``coverage [rows, shards]``, ``[rows, 3]``.
 
-    They are an id out of range, shards that do not fit together, and a temperature that is not
-    positive and finite.
+    All its ids are in range, the shards fit together, and its temperature is positive and finite.
     """
     bad_id = (covered == -torch.inf).any(-1)
     bad_temperature = (covered == torch.inf).any(-1)
     misfit = (covered != covered[..., :1]).any(-1) & ~bad_id & ~bad_temperature
-    return torch.stack([bad_id, misfit, bad_temperature], -1)
+    return torch.stack([~bad_id, ~misfit, ~bad_temperature], -1)
 
 
 def assert_no_faults(
     function: str,
-    faults: Tensor,
+    passed: Tensor,
     tempered: bool = False,
     vocab_size: int | None = None,
     ignore_index: int | None = None,
 ) -> None:
-    """Asserts on the device, without a host sync, that ``faults [*, 3]`` are all False.
+    """Asserts on the device, without a host sync, that all rows have ``passed [*, 3]``.
 
     ``tempered`` tells whether the rows have a temperature. Ops that take ids give ``vocab_size``.
     """
-    bad_id, misfit, bad_temperature = faults.flatten(0, -2).any(0).unbind()
+    ids_in_range, fit, temperatures_valid = passed.flatten(0, -2).all(0).unbind()
     if vocab_size is not None:
         ignored = "" if ignore_index is None else f" or id == ignore_index ({ignore_index})"
         assert_async(
-            ~bad_id,
+            ids_in_range,
             f"{function}: expected ids in the range 0 <= id < {vocab_size}{ignored}, "
             "got one out of range on at least one rank",
         )
     if tempered:
         assert_async(
-            ~bad_temperature,
+            temperatures_valid,
             f"{function}: expected 0 < temperature < inf in every row, got another on at least "
             "one rank",
         )
     assert_async(
-        ~misfit,
+        fit,
         f"{function}: expected each rank to hold the torch.chunk share of one number of columns, "
         "got shards that do not fit together; where they are uneven, DTensor.from_local needs the "
         "global shape= and stride=",

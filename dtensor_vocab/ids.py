@@ -19,14 +19,14 @@ def not_ignored(index: Tensor, ignore_index: int | None) -> Tensor:
     return index.long() != ignore_index  # a comparison in int32 would wrap a larger ignore_index
 
 
-def local_ids(index: Tensor, start: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def local_ids(index: Tensor, start: Tensor | int, width: int) -> tuple[Tensor, Tensor]:
     """Ids as columns of a shard of ``width``, clamped into it, and which of them it owns."""
     local = index.long() - start
     owned = (local >= 0) & (local < width)
     return local.clamp(0, max(width - 1, 0)), owned
 
 
-def pick(logits: Tensor, index: Tensor, start: Tensor, width: int) -> Tensor:
+def pick(logits: Tensor, index: Tensor, start: Tensor | int, width: int) -> Tensor:
     """The logits at ids that the shard owns, 0 at the others: the sum over shards has them all."""
     local, owned = local_ids(index, start, width)
     return torch.where(owned, logits.gather(-1, local).to(math_dtype(logits)), 0)

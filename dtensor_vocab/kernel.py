@@ -25,6 +25,7 @@ from dtensor_vocab._private import (
     compiler_obstacle,
     compiles_nothing_new,
     is_traced_for_a_graph,
+    options_that_exist,
 )
 from dtensor_vocab.row_blocks import ALIGNMENT, in_blocks, in_chunks
 
@@ -38,6 +39,11 @@ for the terms of ``js_div``, seen on torch 2.11)."""
 GPU_OPTIONS: dict[str, Any] = {
     "use_fast_math": True,  # Exponentials then take fewer instructions.
     "split_reductions": False,  # Otherwise the rows of the first call decide for all calls.
+    # Otherwise results of a kernel that share no input are kernels of their own, as is their cat.
+    "aggressive_fusion": True,
+    "score_fusion_memory_threshold": 0,
+    "max_pointwise_cat_inputs": 0,
+    "max_complex_pointwise_cat_inputs": 0,
 }
 ELEMENTWISE_GPU_OPTIONS: dict[str, Any] = {
     "triton.prefer_nd_tiling": True,  # Otherwise each logit divides its position by V.
@@ -153,7 +159,8 @@ def _run_compiled(
     if key not in variants:
         if compiles_nothing_new():
             raise NotCompiled("torch.compiler.set_stance forbids further compilation")
-        variants[key] = _compile(fn, INDUCTOR_OPTIONS | _gpu_options(args[0], elementwise))
+        options = INDUCTOR_OPTIONS | _gpu_options(args[0], elementwise)
+        variants[key] = _compile(fn, options_that_exist(options))
     try:
         with alike_to_guards():
             return variants[key](*args)

@@ -36,10 +36,12 @@ __all__ = [
     "Sizes",
     "Vocabulary",
     "all_reduce_and_finish",
+    "first_column",
     "gather_and_merge",
     "has_all_lead_dims",
     "local_tensor",
     "num_shard_dims",
+    "num_shards",
     "place_vocabulary",
     "placements_of",
     "shards_vocab",
@@ -63,8 +65,9 @@ class Sizes(NamedTuple):
 class Vocabulary(NamedTuple):
     """How the columns of the logits lie. Operators take the two fields as arguments."""
 
-    start: Tensor
-    """``[shards]``, the first column of each shard; a DTensor where the logits are."""
+    start: Tensor | None
+    """``[shards]``, the first column of each shard; a DTensor where the logits are. None stands for
+    0."""
     sizes: Sizes
 
 
@@ -73,7 +76,9 @@ def place_vocabulary(
 ) -> Vocabulary:
     """The vocabulary of ``logits [*, columns]``, which ``mesh_dim`` shards, or no mesh dim."""
     if not isinstance(logits, DTensor):
-        start = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        # On CPUs plain tensors and DTensors share kernels. On a GPU zeros are one more launch.
+        on_cpu = logits.device.type == "cpu"
+        start = torch.zeros(1, dtype=torch.int64) if on_cpu else None
         return Vocabulary(start, Sizes(columns, columns, vocab_size))
     mesh = logits.device_mesh
     shards = 1 if mesh_dim is None else mesh.size(mesh_dim)
@@ -86,6 +91,16 @@ def place_vocabulary(
         start, mesh, placements, run_check=False, shape=torch.Size((shards,)), stride=(1,)
     )
     return Vocabulary(start, Sizes(columns, shard_size, vocab_size))
+
+
+def first_column(vocab_start: Tensor | None) -> Tensor | int:
+    """The first column of this rank's shard: 0-d, or 0."""
+    return 0 if vocab_start is None else vocab_start[0]
+
+
+def num_shards(vocab_start: Tensor | None) -> int:
+    """How many shards the ``stats`` have: 1 on each rank, all of them for a DTensor."""
+    return 1 if vocab_start is None else vocab_start.shape[0]
 
 
 def shards_vocab(placement: Placement, logits: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Arithmetic on rows that the kernels share: precision, padding, shifted exponents, sums.
 
-Pure functions to be used inside kernels. ``x`` is ``[rows, V_local]``, ``start`` (0-d) the first
-column of the shard, ``sizes`` a :class:`~dtensor_vocab.layout.Sizes`.
+Pure functions to be used inside kernels. ``x`` is ``[rows, V_local]``, ``start`` the first column
+of the shard (0-d, or 0), ``sizes`` a :class:`~dtensor_vocab.layout.Sizes`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "columns_before",
     "least_exponent",
     "log_prob",
     "masked_product",
@@ -36,7 +37,7 @@ def math_dtype(*logits: Tensor) -> torch.dtype:
 
 def to_math(
     x: Tensor,
-    start: Tensor,
+    start: Tensor | int,
     sizes: Sequence[int],
     dtype: torch.dtype | None = None,
     column: Tensor | None = None,
@@ -50,7 +51,11 @@ def to_math(
 
 
 def without_padding(
-    x: Tensor, filler: float, start: Tensor, sizes: Sequence[int], column: Tensor | None = None
+    x: Tensor,
+    filler: float,
+    start: Tensor | int,
+    sizes: Sequence[int],
+    column: Tensor | None = None,
 ) -> Tensor:
     """``x`` with ``filler`` in place of the columns from ``vocab_size`` on."""
     columns, _, vocab_size = sizes
@@ -61,6 +66,13 @@ def without_padding(
     if column is None:
         column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     return torch.where(column < vocab_size - start, x, filler)
+
+
+def columns_before(end: int, start: Tensor | int, width: int, device: torch.device) -> Tensor:
+    """How many of the ``width`` columns from ``start`` on come before ``end``, 0-d."""
+    if not isinstance(start, Tensor):
+        start = torch.full((), start, dtype=torch.int64, device=device)
+    return (end - start).clamp(0, width)
 
 
 def scaled(x: Tensor, temperature: Tensor | None) -> Tensor:

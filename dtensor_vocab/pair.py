@@ -20,6 +20,7 @@ from dtensor_vocab._private import overload
 from dtensor_vocab.autograd import empty_grad
 from dtensor_vocab.faults import coverage
 from dtensor_vocab.kernel import kernel
+from dtensor_vocab.layout import first_column, num_shards
 from dtensor_vocab.numerics import (
     log_prob,
     masked_product,
@@ -32,7 +33,7 @@ from dtensor_vocab.numerics import (
 from dtensor_vocab.operators import operator, with_signature
 from dtensor_vocab.row_blocks import ByRow, chunked, flat, in_chunks
 
-__all__ = ["CROSS_SCALE", "PairGradient", "kl_div_stats", "log_probs", "merge_sums"]
+__all__ = ["PairGradient", "cross_scale", "kl_div_stats", "log_probs", "merge_sums"]
 
 
 # ---- statistics of a shard
@@ -43,7 +44,7 @@ def kl_div_stats(
     a: Tensor,
     b: Tensor,
     temperature: Tensor | None,
-    vocab_start: Tensor,
+    vocab_start: Tensor | None,
     sizes: Sequence[int],
     cross: bool,
 ) -> Tensor:
@@ -54,7 +55,7 @@ def kl_div_stats(
     by_row = ByRow(a, b)
     if by_row.count == 0:
         return stats
-    args = by_row(temperature), vocab_start[0], a.shape[-1], sizes, cross
+    args = by_row(temperature), first_column(vocab_start), a.shape[-1], sizes, cross
     return _shard_stats(*by_row.logits, *args).view(stats.shape)
 
 
@@ -64,12 +65,17 @@ def _(a, b, temperature, vocab_start, sizes, cross):
 
 
 def _new_stats(a, b, vocab_start, cross) -> Tensor:
-    return a.new_empty((vocab_start.shape[0], *a.shape[:-1], 5 + cross), dtype=math_dtype(a, b))
+    return a.new_empty((num_shards(vocab_start), *a.shape[:-1], 5 + cross), dtype=math_dtype(a, b))
 
 
-CROSS_SCALE = 2.0**-24
-"""The cross term is sent times this, one over the largest number of columns in fp32: finite masks
-would overflow it otherwise."""
+def cross_scale() -> float:
+    """The cross term is sent times this, one over the largest number of columns in fp32: finite
+    masks would overflow it otherwise.
+
+    It is a function, because a global float is an input of a kernel, for which each call makes a
+    tensor on the CPU (seen on torch 2.13).
+    """
+    return 2.0**-24
 
 
 @kernel
@@ -102,9 +108,9 @@ def _sums(a, b, temperature, cross, sum_dtype) -> list[Tensor]:
     without_mass = torch.where(gap == torch.inf, gap, 0)
     if sum_dtype == torch.float64:
         terms = torch.where(mass > 0, mass * (x - y), without_mass)
-        c = terms.sum(-1, dtype=torch.float64) * CROSS_SCALE
+        c = terms.sum(-1, dtype=torch.float64) * cross_scale()
     else:  # scaled before the sum, which might overflow
-        c = torch.where(mass > 0, mass * ((x - y) * CROSS_SCALE), without_mass).sum(-1)
+        c = torch.where(mass > 0, mass * ((x - y) * cross_scale()), without_mass).sum(-1)
     return [*sums, c.to(a.dtype)]
 
 
@@ -117,14 +123,14 @@ def merge_sums(
     *,
     temperature: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """M_A, S_A, M_B, S_B and, where it is given, C times ``CROSS_SCALE``, of ``[rows, shards]``."""
+    """M_A, S_A, M_B, S_B and, where it is given, C scaled like ``c``, of ``[rows, shards]``."""
     maximum_a, total_a, shift_a = merge_norms(m_a, s_a, temperature)
     maximum_b, total_b, _ = merge_norms(m_b, s_b, temperature)
     if c is None:
         return maximum_a, total_a, maximum_b, total_b
     shift = rebase(m_a, maximum_a.unsqueeze(-1), None) - rebase(m_b, maximum_b.unsqueeze(-1), None)
     # An infinite c does not survive the product, since the weight of its shard may be 0.
-    cross = masked_product(shift_a.exp(), c + s_a * CROSS_SCALE * shift)
+    cross = masked_product(shift_a.exp(), c + s_a * cross_scale() * shift)
     cross = torch.where(c == torch.inf, c, cross).sum(-1)
     return maximum_a, total_a, maximum_b, total_b, cross
 
@@ -134,7 +140,7 @@ def log_probs(
     b: Tensor,
     norms: Tensor,
     temperature: Tensor | None,
-    start: Tensor,
+    start: Tensor | int,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """log p of both, where ``norms`` starts with M and log S of both; for use inside a kernel."""
@@ -169,7 +175,7 @@ class PairGradient:
         args = {
             **dict.fromkeys(("grad", "saved", "a", "b"), Tensor),
             "temperature": Tensor | None,
-            "vocab_start": Tensor,
+            "vocab_start": Tensor | None,
             "sizes": Sequence[int],
             **{p.name: p.annotation for p in options},
         }
@@ -227,12 +233,17 @@ def _by_row(
     a: Tensor,
     b: Tensor,
     temperature: Tensor | None,
-    vocab_start: Tensor,
+    vocab_start: Tensor | None,
     *args: Any,
 ) -> list[Any]:
     """The operators' arguments as those of the kernels, which take the logits first."""
     by_row = ByRow(a, b)
-    return [*by_row.logits, *map(by_row, (grad, saved, temperature)), vocab_start[0], *args]
+    return [
+        *by_row.logits,
+        *map(by_row, (grad, saved, temperature)),
+        first_column(vocab_start),
+        *args,
+    ]
 
 
 def _in_autograd(

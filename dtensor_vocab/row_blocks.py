@@ -42,14 +42,15 @@ class ByRow:
     def __call__(self, values: Tensor | None) -> Tensor | None:
         """``values [*]`` or ``[*, K]`` as ``[rows, K]``; one value for all rows (0-d) stays one.
 
-        With K = 1 they are contiguous: each pattern of strides is compiled for, for instance that
-        of the gradient which ``sum()`` gives. A copy of many columns would take more memory.
+        On CPUs they are contiguous for K = 1: each pattern of strides is compiled for, for instance
+        that of the gradient which ``sum()`` gives. A copy of many columns would take more memory,
+        and on a GPU a copy is one more launch.
         """
         if values is None or (values.dim() == 0 and self.ndim > 1):
             return values
         k = values.shape[-1] if values.dim() == self.ndim else 1
         values = values.reshape(self.count, k)
-        return values.contiguous() if k == 1 else values
+        return values.contiguous() if k == 1 and values.device.type == "cpu" else values
 
 
 def _merged_sizes(logits: Sequence[Tensor]) -> list[int]:
@@ -125,6 +126,8 @@ def in_blocks(fn: Callable[..., Any], args: Sequence[Any], rows: int) -> Any:
         parts = fn(*block)
         several = isinstance(parts, tuple)
         parts = parts if several else (parts,)
+        if len(parts[0]) == count and all(part.is_contiguous() for part in parts):
+            return parts if several else parts[0]
         results = results or tuple(x.new_empty((count, *x.shape[1:])) for x in parts)
         for result, part in zip(results, parts, strict=True):
             result[done : done + len(part)] = part

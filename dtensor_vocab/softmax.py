@@ -30,11 +30,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_vocab.faults import coverage, faults_of
+from dtensor_vocab.faults import coverage, passed_checks
 from dtensor_vocab.ids import not_ignored, pick
 from dtensor_vocab.kernel import kernel, merge_kernel
-from dtensor_vocab.layout import Sizes
+from dtensor_vocab.layout import Sizes, first_column, num_shards
 from dtensor_vocab.numerics import (
+    columns_before,
     log_prob,
     masked_product,
     math_dtype,
@@ -65,14 +66,14 @@ def softmax_stats(
     logits: Tensor,
     index: Tensor | None,
     temperature: Tensor | None,
-    vocab_start: Tensor,
+    vocab_start: Tensor | None,
     sizes: Sequence[int],
     ignore_index: int | None,
     summed: bool = False,
 ) -> Tensor:
     """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, w, (t, n / N), picked.
 
-    ``vocab_start [1]`` is the shard's first column and ``sizes`` a
+    ``vocab_start [1]`` is the shard's first column, if it is not 0, and ``sizes`` a
     :class:`~dtensor_vocab.layout.Sizes`. ``index``, ``[*]`` or ``[*, K]``, holds ids of the whole
     vocabulary.
     """
@@ -80,7 +81,7 @@ def softmax_stats(
     by_row = ByRow(logits)
     if by_row.count == 0:
         return stats
-    args = by_row(index), by_row(temperature), vocab_start[0], logits.shape[-1], sizes
+    args = by_row(index), by_row(temperature), first_column(vocab_start), logits.shape[-1], sizes
     shard = _shard_stats(*by_row.logits, *args, ignore_index, summed)
     return shard.view(stats.shape)
 
@@ -92,7 +93,7 @@ def _(logits, index, temperature, vocab_start, sizes, ignore_index, summed=False
 
 def _new_stats(logits, index, vocab_start, summed) -> Tensor:
     k = 0 if index is None else index.shape[-1] if index.dim() == logits.dim() else 1
-    shape = (vocab_start.shape[0], *logits.shape[:-1], 4 + 2 * summed + k)
+    shape = (num_shards(vocab_start), *logits.shape[:-1], 4 + 2 * summed + k)
     return logits.new_empty(shape, dtype=math_dtype(logits))
 
 
@@ -101,15 +102,16 @@ def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, 
     (logits,) = flat(logits)
     x = to_math(logits, start, sizes)
     covered = coverage(x, index, temperature, start, width, sizes, ignore_index)
-    tokens = (Sizes(*sizes).vocab_size - start).clamp(0, width)
+    tokens = columns_before(Sizes(*sizes).vocab_size, start, width, x.device)
     sums = _sums_by_chunks if in_chunks(x) else _sums
     m, s, w, *t = sums(x, temperature, tokens, sizes, summed)
     stats = [m, s, covered, w]
     if summed:
         share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
         stats += [t[0], share.expand(m.shape)]
-    stats = torch.stack(stats, -1)
-    return stats if index is None else torch.cat([stats, pick(logits, index, start, width)], -1)
+    stats = [value.unsqueeze(-1) for value in stats]
+    picked = [] if index is None else [pick(logits, index, start, width)]
+    return torch.cat(stats + picked, -1)
 
 
 def _sums(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
@@ -153,8 +155,8 @@ class Softmax(NamedTuple):
     log_sum: Tensor
     log_p: Tensor
     """At the ids."""
-    faults: Tensor
-    """``[rows, 3]``, as :func:`~dtensor_vocab.faults.faults_of` has it."""
+    passed: Tensor
+    """``[rows, 3]``, as :func:`~dtensor_vocab.faults.passed_checks` has it."""
     entropy: Tensor
     mean_log_p: Tensor | None
 
@@ -185,7 +187,7 @@ def merge_softmax(stats: Tensor, temperature: Tensor | None, summed: bool = Fals
     mean_log_p = t[0] - log_sum if summed else None
     picked = stats[..., 4 + 2 * summed :].sum(-2)
     log_p = log_prob(picked, maximum.unsqueeze(-1), log_sum.unsqueeze(-1), temperature)
-    return Softmax(maximum, log_sum, log_p, faults_of(stats[..., 2]), entropy, mean_log_p)
+    return Softmax(maximum, log_sum, log_p, passed_checks(stats[..., 2]), entropy, mean_log_p)
 
 
 def merge_at_ids(
@@ -198,7 +200,8 @@ def merge_at_ids(
     """Merges ``stats [shards, *, S]`` for an operator.
 
     Returns log p at the ids ``[rows, K]``, 0 where ignored; M, log S, the entropy and, if
-    ``summed``, the mean of log p, ``[rows, 3]`` or ``[rows, 4]``; and the faults ``[rows, 3]``.
+    ``summed``, the mean of log p, ``[rows, 3]`` or ``[rows, 4]``; and which checks the rows pass,
+    ``[rows, 3]``.
     """
     by_row = ByRow(stats[0])
     args = by_row(index), by_row(temperature), ignore_index, summed
@@ -212,4 +215,4 @@ def _merge_at_ids(stats, index, temperature, ignore_index, summed):
     merged = [softmax.maximum, softmax.log_sum, softmax.entropy]
     if softmax.mean_log_p is not None:
         merged.append(softmax.mean_log_p)
-    return log_p, torch.stack(merged, -1), softmax.faults
+    return log_p, torch.stack(merged, -1), softmax.passed

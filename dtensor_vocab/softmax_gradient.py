@@ -20,6 +20,7 @@ from dtensor_vocab._private import overload
 from dtensor_vocab.autograd import empty_grad, is_functional, overwritten
 from dtensor_vocab.ids import local_ids, sum_equal
 from dtensor_vocab.kernel import kernel
+from dtensor_vocab.layout import first_column
 from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
 from dtensor_vocab.operators import operator, with_signature
 from dtensor_vocab.row_blocks import ByRow, blocks, flat, in_blocks
@@ -63,7 +64,7 @@ class SoftmaxGradient:
             **dict.fromkeys(("grad", "saved", "logits"), Tensor),
             **{p.name: Tensor for p in self._ids},
             "temperature": Tensor | None,
-            "vocab_start": Tensor,
+            "vocab_start": Tensor | None,
             "sizes": Sequence[int],
             **{p.name: p.annotation for p in parameters[len(self._ids) + 1 :]},
         }
@@ -138,7 +139,7 @@ class SoftmaxGradient:
         by_row = ByRow(logits)
         options = [None if isinstance(x, float) and x == 0 else x for x in options]
         rows = map(by_row, (grad, saved, index, temperature))
-        return [*by_row.logits, *rows, vocab_start[0], sizes, *options]
+        return [*by_row.logits, *rows, first_column(vocab_start), sizes, *options]
 
 
 def _in_autograd(
@@ -176,10 +177,14 @@ def _k(index: Tensor | None) -> int:
 def _write(x: Tensor, entries: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Writes ``(column, values)``, ``[n, K]`` each, for n rows of ``x [*, V]`` after others.
 
-    ``x.scatter_`` would make an fp32 copy of bf16 on CPUs (seen on torch 2.13).
+    On CPUs, ``x.scatter_`` would make an fp32 copy of bf16 (seen on torch 2.13).
     """
     first = 0
     for column, values in entries:
+        if x.dim() == 2 and x.device.type != "cpu":
+            x.narrow(0, first, len(column)).scatter_(-1, column, values)
+            first += len(column)
+            continue
         row = torch.arange(first, first + len(column), device=x.device).unsqueeze(-1)
         at = [column.long()]
         for size in reversed(x.shape[:-1]):
@@ -220,7 +225,7 @@ def _at_ids(terms, logits, saved, index, temperature, start, sizes) -> tuple[Ten
     log_p = log_prob(x, maximum, log_sum, temperature)
     gradient = _entry(terms, slope, log_p, local, start, sizes)
     values = _finish(terms, gradient + c, saved, temperature, logits.dtype)
-    return local.to(torch.int32), values
+    return local if local.device.type != "cpu" else local.to(torch.int32), values
 
 
 def _entry(terms, slope, log_p, column, start, sizes) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.checks import check_logits
-from dtensor_vocab.faults import assert_no_faults, coverage, faults_of
+from dtensor_vocab.faults import assert_no_faults, coverage, passed_checks
 from dtensor_vocab.kernel import kernel, merge_kernel
-from dtensor_vocab.layout import gather_and_merge
+from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
 from dtensor_vocab.numerics import math_dtype, to_math
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import (
@@ -26,13 +26,13 @@ __all__ = ["argmax"]
 
 
 @operator("logits, start -> stats")
-def argmax_stats(logits: Tensor, vocab_start: Tensor, sizes: Sequence[int]) -> Tensor:
+def argmax_stats(logits: Tensor, vocab_start: Tensor | None, sizes: Sequence[int]) -> Tensor:
     """A shard's largest logit, its id, and coverage: ``[1, *, 3]``."""
     stats = _new_stats(logits, vocab_start)
     by_row = ByRow(logits)
     if by_row.count == 0:
         return stats
-    shard = _shard_stats(*by_row.logits, vocab_start[0], logits.shape[-1], sizes)
+    shard = _shard_stats(*by_row.logits, first_column(vocab_start), logits.shape[-1], sizes)
     return shard.view(stats.shape)
 
 
@@ -42,7 +42,7 @@ def _(logits, vocab_start, *_):
 
 
 def _new_stats(logits, vocab_start) -> Tensor:
-    shape = (vocab_start.shape[0], *logits.shape[:-1], 3)
+    shape = (num_shards(vocab_start), *logits.shape[:-1], 3)
     return logits.new_empty(shape, dtype=math_dtype(logits))
 
 
@@ -74,8 +74,8 @@ def _first_of_largest(x: Tensor) -> tuple[Tensor, Tensor]:
 @operator("gathered -> rows")
 def argmax_merge(stats: Tensor) -> Tensor:
     """``stats [shards, *, 3]`` to ids ``[*]``."""
-    ids, faults = _merged(stats_per_row(stats))
-    assert_no_faults("argmax", faults)
+    ids, passed = _merged(stats_per_row(stats))
+    assert_no_faults("argmax", passed)
     return ids.view(stats.shape[1:-1])
 
 
@@ -89,7 +89,7 @@ def _merged(stats):
     value, ids, covered = stats.unbind(-1)
     # argmax gives the first of equals, and shards hold ascending ids
     ids = ids.gather(-1, value.argmax(-1, keepdim=True)).squeeze(-1)
-    return ids.to(torch.int64), faults_of(covered)
+    return ids.to(torch.int64), passed_checks(covered)
 
 
 def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from dtensor_vocab.checks import (
     check_temperature,
     check_weight,
 )
-from dtensor_vocab.faults import NUM_FAULTS, assert_no_faults
+from dtensor_vocab.faults import NUM_CHECKS, assert_no_faults
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import all_reduce_and_finish, gather_and_merge
@@ -46,12 +46,12 @@ def cross_entropy_merge(
     z_loss: float,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merges ``stats [shards, *, S]``. Returns the losses ``[*]``, flags ``[*, 1 + NUM_FAULTS]``, 1
-    for a valid target and then for each kind of fault, and (M, log S, lse) ``[*, 3]``.
+    """Merges ``stats [shards, *, S]``. Returns the losses ``[*]``, flags ``[*, 1 + NUM_CHECKS]``, 1
+    for a valid target and then for each check that fails, and (M, log S, lse) ``[*, 3]``.
 
     Faults raise here if ``checked``, else in ``cross_entropy_reduce``.
     """
-    log_p, merged, faults = merge_at_ids(
+    log_p, merged, passed = merge_at_ids(
         stats, target, temperature, ignore_index, label_smoothing > 0
     )
     by_row = ByRow(stats[0])
@@ -59,7 +59,7 @@ def cross_entropy_merge(
     loss, counts, saved = _loss(
         log_p,
         merged,
-        faults,
+        passed,
         by_row(target),
         by_row(temperature),
         ignore_index,
@@ -68,20 +68,20 @@ def cross_entropy_merge(
     )
     if checked:
         tempered = temperature is not None
-        assert_no_faults("cross_entropy", faults, tempered, vocab_size, ignore_index)
+        assert_no_faults("cross_entropy", passed, tempered, vocab_size, ignore_index)
     shape = target.shape
-    return loss.view(shape), counts.view(*shape, 1 + NUM_FAULTS), saved.view(*shape, 3)
+    return loss.view(shape), counts.view(*shape, 1 + NUM_CHECKS), saved.view(*shape, 3)
 
 
 @cross_entropy_merge.register_fake
 def _(stats, target, *_):
     shape = target.shape
-    counts = stats.new_empty((*shape, 1 + NUM_FAULTS))
+    counts = stats.new_empty((*shape, 1 + NUM_CHECKS))
     return stats.new_empty(shape), counts, stats.new_empty((*shape, 3))
 
 
 @merge_kernel
-def _loss(log_p, merged, faults, target, temperature, ignore_index, label_smoothing, z_loss):
+def _loss(log_p, merged, passed, target, temperature, ignore_index, label_smoothing, z_loss):
     maximum, log_sum = merged[..., :1], merged[..., 1:2]
     lse = scaled(maximum, temperature) + log_sum
     valid = not_ignored(target, ignore_index)
@@ -91,7 +91,7 @@ def _loss(log_p, merged, faults, target, temperature, ignore_index, label_smooth
     if z_loss is not None:
         loss = loss + z_loss * lse.square()
     loss = torch.where(valid, loss, 0).squeeze(-1)
-    counts = torch.cat([valid, faults], -1).to(loss.dtype)
+    counts = torch.cat([valid, ~passed], -1).to(loss.dtype)
     return loss, counts, torch.cat([maximum, log_sum, lse], -1)
 
 
@@ -119,9 +119,9 @@ def cross_entropy_reduce(
 
     Faults raise here, because the sums carry those of all ranks.
     """
-    loss, count, faults = sums[..., 0], sums[..., 1], sums[..., 2:]
-    faults = faults.reshape(-1, NUM_FAULTS) > 0
-    assert_no_faults("cross_entropy", faults, tempered, vocab_size, ignore_index)
+    loss, count, failed = sums[..., 0], sums[..., 1], sums[..., 2:]
+    passed = failed.reshape(-1, NUM_CHECKS) <= 0
+    assert_no_faults("cross_entropy", passed, tempered, vocab_size, ignore_index)
     count = count.clamp_min(1) if mean else torch.ones_like(count)
     return loss / count, 1 / count
 

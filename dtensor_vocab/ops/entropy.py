@@ -27,8 +27,8 @@ __all__ = ["entropy", "entropy_coefficients"]
 @operator("gathered, rows -> rows, rows")
 def entropy_merge(stats: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to H ``[*]`` and (M, log S, H) ``[*, 3]``."""
-    value, saved, faults = _merged(stats_per_row(stats), ByRow(stats[0])(temperature))
-    assert_no_faults("entropy", faults, temperature is not None)
+    value, saved, passed = _merged(stats_per_row(stats), ByRow(stats[0])(temperature))
+    assert_no_faults("entropy", passed, temperature is not None)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 3)
 
@@ -43,7 +43,7 @@ def _(stats, temperature):
 def _merged(stats, temperature):
     softmax = merge_softmax(stats, temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum, softmax.entropy], -1)
-    return softmax.entropy, saved, softmax.faults
+    return softmax.entropy, saved, softmax.passed
 
 
 @SoftmaxGradient("entropy")

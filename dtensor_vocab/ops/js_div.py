@@ -25,9 +25,9 @@ from dtensor_vocab.checks import (
     check_weight,
     saveable,
 )
-from dtensor_vocab.faults import assert_no_faults, faults_of
+from dtensor_vocab.faults import assert_no_faults, passed_checks
 from dtensor_vocab.kernel import kernel, merge_kernel
-from dtensor_vocab.layout import gather_and_merge
+from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
 from dtensor_vocab.numerics import least_exponent, sum_in_fp64
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.kl_div import KLDiv
@@ -40,8 +40,8 @@ __all__ = ["js_div"]
 @operator("gathered, rows -> rows")
 def js_div_normalize(stats: Tensor, temperature: Tensor | None) -> Tensor:
     """``stats [shards, *, 5]`` of ``kl_div_stats`` to (M, log S) of both, ``[*, 4]``."""
-    norms, faults = _norms(stats_per_row(stats), ByRow(stats[0])(temperature))
-    assert_no_faults("js_div", faults, temperature is not None)
+    norms, passed = _norms(stats_per_row(stats), ByRow(stats[0])(temperature))
+    assert_no_faults("js_div", passed, temperature is not None)
     return norms.view(*stats.shape[1:-1], 4)
 
 
@@ -55,7 +55,7 @@ def _norms(stats, temperature):
     m_s, s_s, covered, m_t, s_t = stats.unbind(-1)
     maximum_s, total_s, maximum_t, total_t = merge_sums(m_s, s_s, m_t, s_t, temperature=temperature)
     norms = torch.stack([maximum_s, total_s.log(), maximum_t, total_t.log()], -1)
-    return norms, faults_of(covered)
+    return norms, passed_checks(covered)
 
 
 @operator("logits, logits, rows, rows, start -> stats")
@@ -64,7 +64,7 @@ def js_div_stats(
     teacher: Tensor,
     norms: Tensor,
     temperature: Tensor | None,
-    vocab_start: Tensor,
+    vocab_start: Tensor | None,
     sizes: Sequence[int],
     beta: float,
 ) -> Tensor:
@@ -73,7 +73,7 @@ def js_div_stats(
     if student.numel() == 0:
         return stats.zero_()
     by_row = ByRow(student, teacher)
-    args = by_row(norms), by_row(temperature), vocab_start[0], sizes, beta
+    args = by_row(norms), by_row(temperature), first_column(vocab_start), sizes, beta
     return _terms(*by_row.logits, *args).view(stats.shape)
 
 
@@ -83,7 +83,7 @@ def _(student, teacher, norms, temperature, vocab_start, *_):
 
 
 def _new_stats(student, norms, vocab_start) -> Tensor:
-    return norms.new_empty((vocab_start.shape[0], *student.shape[:-1], 2))
+    return norms.new_empty((num_shards(vocab_start), *student.shape[:-1], 2))
 
 
 @kernel

@@ -26,12 +26,12 @@ from dtensor_vocab.checks import (
     check_temperature,
     saveable,
 )
-from dtensor_vocab.faults import assert_no_faults, faults_of
+from dtensor_vocab.faults import assert_no_faults, passed_checks
 from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import scaled
 from dtensor_vocab.operators import operator
-from dtensor_vocab.pair import CROSS_SCALE, PairGradient, kl_div_stats, merge_sums
+from dtensor_vocab.pair import PairGradient, cross_scale, kl_div_stats, merge_sums
 from dtensor_vocab.row_blocks import ByRow, stats_per_row
 
 __all__ = ["KLDiv", "kl_div"]
@@ -40,8 +40,8 @@ __all__ = ["KLDiv", "kl_div"]
 @operator("gathered, rows -> rows, rows")
 def kl_div_merge(stats: Tensor, temperature: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, 6]`` to KL ``[*]`` and (M_A, log S_A, M_B, log S_B, KL) ``[*, 5]``."""
-    value, saved, faults = _merged(stats_per_row(stats), ByRow(stats[0])(temperature))
-    assert_no_faults(function, faults, temperature is not None)
+    value, saved, passed = _merged(stats_per_row(stats), ByRow(stats[0])(temperature))
+    assert_no_faults(function, passed, temperature is not None)
     lead = stats.shape[1:-1]
     return value.view(lead), saved.view(*lead, 5)
 
@@ -58,11 +58,11 @@ def _merged(stats, temperature):
     sums = merge_sums(m_a, s_a, m_b, s_b, c, temperature=temperature)
     maximum_a, total_a, maximum_b, total_b, cross = sums
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
-    cross = (cross / total_a / CROSS_SCALE).unsqueeze(-1)
+    cross = (cross / total_a / cross_scale()).unsqueeze(-1)
     cross = scaled(cross, temperature).squeeze(-1)
     value = (cross - log_sum_a + log_sum_b).clamp_min(0)
     saved = torch.stack([maximum_a, log_sum_a, maximum_b, log_sum_b, value], -1)
-    return value, saved, faults_of(covered)
+    return value, saved, passed_checks(covered)
 
 
 @PairGradient("kl_div")

@@ -37,8 +37,8 @@ def logprobs_merge(
     ignore_index: int | None,
 ) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to log p, shaped as ``index``, and (M, log S, H) ``[*, 3]``."""
-    log_p, saved, faults = merge_at_ids(stats, index, temperature, ignore_index)
-    assert_no_faults("logprobs", faults, temperature is not None, vocab_size, ignore_index)
+    log_p, saved, passed = merge_at_ids(stats, index, temperature, ignore_index)
+    assert_no_faults("logprobs", passed, temperature is not None, vocab_size, ignore_index)
     return log_p.view(index.shape), saved.view(*stats.shape[1:-1], 3)
 
 

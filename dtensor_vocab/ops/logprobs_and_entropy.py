@@ -39,9 +39,9 @@ def logprobs_and_entropy_merge(
     Both results are in one tensor: if one of several DTensor results is not used, compiled code
     gives backward a plain tensor as its gradient (torch 2.11 to 2.14).
     """
-    log_p, saved, faults = merge_at_ids(stats, index, temperature, ignore_index)
+    log_p, saved, passed = merge_at_ids(stats, index, temperature, ignore_index)
     assert_no_faults(
-        "logprobs_and_entropy", faults, temperature is not None, vocab_size, ignore_index
+        "logprobs_and_entropy", passed, temperature is not None, vocab_size, ignore_index
     )
     both, lead = torch.cat([log_p, saved[..., 2:]], -1), stats.shape[1:-1]
     return both.view(*lead, both.shape[-1]), saved.view(*lead, 3)

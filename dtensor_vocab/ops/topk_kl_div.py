@@ -33,7 +33,7 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_no_faults, coverage
 from dtensor_vocab.ids import local_ids, not_ignored, sum_equal
 from dtensor_vocab.kernel import kernel, merge_kernel
-from dtensor_vocab.layout import gather_and_merge
+from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
 from dtensor_vocab.numerics import (
     math_dtype,
     merge_norms,
@@ -55,7 +55,7 @@ def topk_kl_div_stats(
     student: Tensor,
     ids: Tensor,
     temperature: Tensor | None,
-    vocab_start: Tensor,
+    vocab_start: Tensor | None,
     sizes: Sequence[int],
     ignore_index: int | None,
 ) -> Tensor:
@@ -65,7 +65,14 @@ def topk_kl_div_stats(
     if by_row.count == 0:
         return stats
     (logits,) = by_row.logits
-    args = by_row(ids), by_row(temperature), vocab_start[0], student.shape[-1], sizes, ignore_index
+    args = (
+        by_row(ids),
+        by_row(temperature),
+        first_column(vocab_start),
+        student.shape[-1],
+        sizes,
+        ignore_index,
+    )
     shard = in_blocks(_shard_stats, (logits, *args), TAIL_BLOCK // logits.shape[-1])
     return shard.view(stats.shape)
 
@@ -76,7 +83,7 @@ def _(student, ids, temperature, vocab_start, *_):
 
 
 def _new_stats(student, ids, vocab_start) -> Tensor:
-    shape = (vocab_start.shape[0], *student.shape[:-1], 6 + ids.shape[-1])
+    shape = (num_shards(vocab_start), *student.shape[:-1], 6 + ids.shape[-1])
     return student.new_empty(shape, dtype=math_dtype(student))
 
 
@@ -127,8 +134,8 @@ def topk_kl_div_merge(
     by_row = ByRow(stats[0])
     values = by_row(teacher_logprobs), by_row(ids), by_row(temperature)
     options = ignore_index, reverse, tail
-    value, slopes, saved, faults = _merged(stats_per_row(stats), *values, *options)
-    assert_no_faults("topk_kl_div", faults, temperature is not None, vocab_size, ignore_index)
+    value, slopes, saved, passed = _merged(stats_per_row(stats), *values, *options)
+    assert_no_faults("topk_kl_div", passed, temperature is not None, vocab_size, ignore_index)
     lead = stats.shape[1:-1]
     slopes = slopes.view(teacher_logprobs.shape)
     return value.view(lead), slopes, saved.view(*lead, saved.shape[-1])
@@ -159,7 +166,7 @@ def _merged(stats, log_q, ids, temperature, ignore_index, reverse, tail):
     off = (value == torch.inf) | (norm[..., :1] == -torch.inf)
     slopes, slope_q = torch.where(off, 0, slopes), torch.where(off, 0, slope_q)
     saved = torch.cat([norm_tail, norm, slopes], -1)
-    return value.squeeze(-1), slope_q, saved, softmax.faults
+    return value.squeeze(-1), slope_q, saved, softmax.passed
 
 
 class _Tail(NamedTuple):
@@ -178,9 +185,9 @@ class _Tail(NamedTuple):
     """In each log q_k, ``[rows, K]``."""
 
 
-TAIL_FLOOR = 1 / 16
-"""Least 1 - Q, in eps of the log q_k. These round 1 - Q by about as much; its logarithm stays
-finite."""
+TAIL_FLOOR = 16
+"""The least 1 - Q is the eps of the log q_k over this. These round 1 - Q by about as much, and its
+logarithm stays finite."""
 TAIL_NOISE = 8
 """A 1 - Q of up to so many eps may be nothing but their rounding."""
 
@@ -192,7 +199,7 @@ def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
 
     eps = torch.finfo(log_q.dtype).eps
     q = -torch.expm1(log_q.double().logsumexp(-1, keepdim=True)).to(log_p.dtype)
-    log_rest_q = q.clamp_min(eps * TAIL_FLOOR).log()
+    log_rest_q = q.clamp_min(eps / TAIL_FLOOR).log()
     value, slope_p, slope_q = _divergence(log_p, log_rest_q, reverse)
 
     empty = maximum == -torch.inf

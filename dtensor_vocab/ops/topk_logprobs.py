@@ -15,8 +15,8 @@ from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import check_k, check_logits, check_temperature
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.kernel import kernel, merge_kernel
-from dtensor_vocab.layout import gather_and_merge
-from dtensor_vocab.numerics import log_prob, without_padding
+from dtensor_vocab.layout import first_column, gather_and_merge
+from dtensor_vocab.numerics import log_prob, math_dtype, without_padding
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.logprobs import logprobs_gradient
 from dtensor_vocab.row_blocks import ByRow, flat, in_blocks, stats_per_row
@@ -25,7 +25,8 @@ from dtensor_vocab.softmax import merge_softmax, softmax_stats
 __all__ = ["topk_logprobs"]
 
 SEARCH_BLOCK = 1 << 20
-"""How many logits one block of the search holds. Scratch is a fraction of them if k is small."""
+"""How many logits one block of the search holds, four times as many on a GPU: half a byte of
+scratch for each if k is small."""
 CHUNK = 16
 """How many columns stand for one in the first step of the search."""
 LOW_BITS = 0x7FFFFFFF
@@ -35,22 +36,19 @@ LOW_BITS = 0x7FFFFFFF
 def topk_logprobs_stats(
     logits: Tensor,
     temperature: Tensor | None,
-    vocab_start: Tensor,
+    vocab_start: Tensor | None,
     sizes: Sequence[int],
     k: int,
 ) -> Tensor:
     """``softmax_stats`` of a shard, its K largest logits and their ids: ``[1, *, 4 + 2 K]``."""
     softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
-    values = softmax.new_full((*logits.shape[:-1], k), -torch.inf)
-    ids = torch.full_like(values, sizes[0])  # Sorts after every real id, even where both are -inf.
-    if logits.numel() > 0 and k > 0:
-        n = logits.shape[-1]
-        found = min(k, n)
-        args = *ByRow(logits).logits, vocab_start[0], sizes, found
-        largest, columns = in_blocks(_largest, args, SEARCH_BLOCK // n)
-        values[..., :found] = largest.view(*logits.shape[:-1], found)
-        ids[..., :found] = (columns + vocab_start).view(*logits.shape[:-1], found)
-    return torch.cat([softmax, values.unsqueeze(0), ids.unsqueeze(0)], -1)
+    by_row = ByRow(logits)
+    if by_row.count == 0 or k == 0:
+        return softmax.new_empty((*softmax.shape[:-1], 4 + 2 * k)) if k > 0 else softmax
+    args = *by_row.logits, first_column(vocab_start), sizes, k
+    block = SEARCH_BLOCK if logits.device.type == "cpu" else 4 * SEARCH_BLOCK
+    candidates = in_blocks(_candidates, args, block // by_row.logits[0].shape[-1])
+    return torch.cat([softmax, candidates.view(*softmax.shape[:-1], 2 * k)], -1)
 
 
 @topk_logprobs_stats.register_fake
@@ -60,12 +58,24 @@ def _(logits, temperature, vocab_start, sizes, k):
 
 
 @kernel
-def _largest(x, start, sizes, k):
-    """The k largest logits of each row and their columns, by value, then by column."""
+def _candidates(x, start, sizes, k):
+    """The k largest logits of each row and their ids, ``[rows, 2 K]``."""
     (x,) = flat(x)
+    found = min(k, x.shape[-1])
+    values, columns = _largest(without_padding(x, -torch.inf, start, sizes), found)
+    dtype = math_dtype(x)
+    values, ids = values.to(dtype), (columns + start).to(dtype)
+    if found < k:
+        values = torch.nn.functional.pad(values, (0, k - found), value=-torch.inf)
+        # They sort after every real id, even where both are -inf.
+        ids = torch.nn.functional.pad(ids, (0, k - found), value=sizes[0])
+    return torch.cat([values, ids], -1)
+
+
+def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row and their columns, by value, then by column."""
     n = x.shape[-1]
     column = torch.arange(n, device=x.device)
-    x = without_padding(x, -torch.inf, start, sizes)
     if x.dtype == torch.float64:
         values, columns = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
@@ -113,33 +123,39 @@ def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids.gather(-1, last)
 
 
-@operator("gathered, rows -> rows, rows, rows")
+@operator("gathered, rows -> rows, rows, rows, rows")
 def topk_logprobs_merge(
     stats: Tensor, temperature: Tensor | None, k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``stats [shards, *, S]`` to log p and ids ``[*, K]`` and (M, log S) ``[*, 2]``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``stats [shards, *, S]`` to log p and ids ``[*, K]``, the ids for backward, int32, since the
+    caller may edit the others, and (M, log S) ``[*, 2]``.
+    """
     temperatures = ByRow(stats[0])(temperature)
-    log_p, ids, saved, faults = _merged(stats_per_row(stats), temperatures, k)
-    assert_no_faults("topk_logprobs", faults, temperature is not None)
+    *results, saved, passed = _merged(stats_per_row(stats), temperatures, k)
+    assert_no_faults("topk_logprobs", passed, temperature is not None)
     lead = stats.shape[1:-1]
-    return log_p.view(*lead, k), ids.view(*lead, k), saved.view(*lead, 2)
+    log_p, ids, kept = (x.view(*lead, k) for x in results)
+    return log_p, ids, kept, saved.view(*lead, 2)
 
 
 @topk_logprobs_merge.register_fake
 def _(stats, temperature, k):
     lead = stats.shape[1:-1]
     ids = stats.new_empty((*lead, k), dtype=torch.int64)
-    return stats.new_empty((*lead, k)), ids, stats.new_empty((*lead, 2))
+    return stats.new_empty((*lead, k)), ids, ids.int(), stats.new_empty((*lead, 2))
 
 
 @merge_kernel
 def _merged(stats, temperature, k):
     softmax = merge_softmax(stats[..., :4], temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
-    values, ids = _ordered(stats[..., 4 : 4 + k].flatten(-2), stats[..., 4 + k :].flatten(-2))
-    values, ids = values[..., :k], ids[..., :k].to(torch.int64)
+    values, ids = stats[..., 4 : 4 + k], stats[..., 4 + k :]
+    if stats.shape[1] == 1:
+        values, ids = values.squeeze(1), ids.squeeze(1)
+    else:
+        values, ids = (x[..., :k] for x in _ordered(values.flatten(-2), ids.flatten(-2)))
     log_p = log_prob(values, saved[..., :1], saved[..., 1:], temperature)
-    return log_p, ids, saved, softmax.faults
+    return log_p, ids.to(torch.int64), ids.to(torch.int32), saved, softmax.passed
 
 
 class _TopkLogprobs(PerToken):
@@ -148,8 +164,7 @@ class _TopkLogprobs(PerToken):
     @staticmethod
     def forward(logits, temperature, vocab_start, sizes, k):
         stats = topk_logprobs_stats(logits, temperature, vocab_start, sizes, k)
-        log_p, ids, saved = gather_and_merge(topk_logprobs_merge, stats, temperature, k)
-        return log_p, ids, ids.int(), saved  # for backward, not the ids that the caller may edit
+        return gather_and_merge(topk_logprobs_merge, stats, temperature, k)
 
     @staticmethod
     def keep(ctx, inputs, outputs):
