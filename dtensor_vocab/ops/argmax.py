@@ -62,12 +62,12 @@ def _shard_stats(logits, start, width, sizes):
 
 
 def _first_of_largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum over the last dim and the first position of it, or of NaN."""
+    """The maximum over the last dim and its first position, or that of NaN."""
     if x.device.type != "cpu" and not in_chunks(x):
         return x.amax(-1), x.argmax(-1)  # One read on GPUs; on CPUs this does not vectorize.
     maximum = x.amax(-1, keepdim=True)
     position = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    found = (x == maximum) | (x != x)  # which vectorizes, unlike isnan
+    found = (x == maximum) | (x != x)  # x != x vectorizes, unlike isnan.
     return maximum.squeeze(-1), torch.where(found, position, x.shape[-1]).amin(-1)
 
 
@@ -87,7 +87,7 @@ def _(stats):
 @merge_kernel
 def _merged(stats):
     value, ids, covered = stats.unbind(-1)
-    # argmax gives the first of equals, and shards hold ascending ids
+    # argmax returns the first of equal values, and shards are in the order of their ids.
     ids = ids.gather(-1, value.argmax(-1, keepdim=True)).squeeze(-1)
     return ids.to(torch.int64), passed_checks(covered)
 
@@ -100,7 +100,8 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        vocab_size: columns from it on are padding, never chosen.
+        vocab_size: number of columns that are tokens. The columns after them are padding, which is
+            never chosen. Default: V.
 
     Returns:
         ids ``[*]``, int64; placed like the result of :func:`entropy`.
@@ -108,14 +109,15 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
     Communication: one all-gather of 3 numbers per row over the vocabulary's mesh dim, none where V
     is not sharded over several ranks.
 
-    Rows: 0 for a row that is wholly -inf, the first NaN's id where there is one.
+    Rows: the id is 0 for a row that is wholly -inf, and that of the first NaN for a row that holds
+    one.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Both are raised on every rank before any communication, if
-            the ranks agree on the global shapes.
-        RuntimeError: if the shards do not fit together on any rank.
+            unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
+            communication, if they agree on the global shapes.
+        RuntimeError: if the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
     """

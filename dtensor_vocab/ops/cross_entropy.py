@@ -1,4 +1,4 @@
-"""``cross_entropy`` with label smoothing ε and z-loss ζ. Over the n tokens of the vocabulary,
+"""``cross_entropy`` with label smoothing ε and z-loss ζ. For a vocabulary of n tokens,
 
 loss = -(1 - ε) log p_y - ε/n Σ_v log p_v + ζ lse²,  lse = M + log S
 
@@ -46,10 +46,11 @@ def cross_entropy_merge(
     z_loss: float,
     checked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merges ``stats [shards, *, S]``. Returns the losses ``[*]``, flags ``[*, 1 + NUM_CHECKS]``, 1
-    for a valid target and then for each check that fails, and (M, log S, lse) ``[*, 3]``.
+    """Merges ``stats [shards, *, S]``. Returns the losses ``[*]``, flags ``[*, 1 + NUM_CHECKS]``
+    and (M, log S, lse) ``[*, 3]``. The first flag is 1 if the target is not ignored. The others are
+    1 if the row fails that check.
 
-    Faults raise here if ``checked``, else in ``cross_entropy_reduce``.
+    Faults raise here if ``checked``. Otherwise they raise in ``cross_entropy_reduce``.
     """
     log_p, merged, passed = merge_at_ids(
         stats, target, temperature, ignore_index, label_smoothing > 0
@@ -99,7 +100,8 @@ def _loss(log_p, merged, passed, target, temperature, ignore_index, label_smooth
 def cross_entropy_sum(loss: Tensor, counts: Tensor, ndim: int) -> Tensor:
     """The sums of ``loss [*]`` and of ``counts [*, C]`` over this rank's rows: ``[1 + C]``.
 
-    Rows are the last ``ndim`` dims of the loss. Any before them are a batch of ``torch.vmap``.
+    The last ``ndim`` dims of the loss are its rows. Dims before them are batch dims of
+    ``torch.vmap``, which are not summed.
     """
     loss, counts = loss.unsqueeze(-1), counts.unsqueeze(-2)
     loss, counts = loss.flatten(-1 - ndim), counts.flatten(-2 - ndim, -2)
@@ -209,14 +211,13 @@ def cross_entropy(
     ``p_v (1 + 2 ζ lse) - (1 - ε) 1[v = y] - ε/n``.
 
     Same as ``F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), ...)`` on the full
-    vocabulary, of ``logits[..., :vocab_size]`` where padded, plus the z-loss, except that the mean
-    over no valid target is 0. (z-loss: Chowdhery et al., https://arxiv.org/abs/2204.02311, section
-    5.)
+    vocabulary without its padding, plus the z-loss, except that the mean is 0 if every target is
+    ignored. (z-loss: Chowdhery et al., https://arxiv.org/abs/2204.02311, section 5.)
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        target: ids ``[*]``, int32 or int64, as ``index`` of :func:`logprobs`.
-        ignore_index: targets equal to it have loss 0 without a gradient; None ignores nothing.
+        target: ids ``[*]``, int32 or int64, like ``index`` of :func:`logprobs`.
+        ignore_index: targets equal to it give loss 0 and no gradient; None ignores nothing.
         reduction: ``"none"``, ``"sum"`` over all rows of all ranks, or ``"mean"`` over those whose
             target is not ignored.
         label_smoothing: 0 <= ε <= 1.
@@ -231,14 +232,15 @@ def cross_entropy(
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
     ``"sum"`` and ``"mean"`` all-reduce five numbers over each mesh dim that shards a leading dim.
 
-    Rows: +inf for a target whose logit is -inf, and with label smoothing for any -inf (NaN, as in
-    torch, for such a target at ε = 1); else those of :func:`logprobs`.
+    Rows: the loss is +inf if the target's logit is -inf, and with label smoothing if any logit is
+    -inf (at ε = 1 and a target whose logit is -inf it is NaN, as in torch). Otherwise as for
+    :func:`logprobs`.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Both are raised on every rank before any communication, if
-            the ranks agree on the global shapes.
+            unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
+            communication, if they agree on the global shapes.
         RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
             positive and finite, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in one

@@ -52,7 +52,7 @@ def _gradient(grad: Tensor, saved: Tensor, sizes: Sequence[int]) -> Coefficients
 
 
 def entropy_coefficients(grad: Tensor, saved: Tensor) -> Coefficients:
-    """a and b of H; both 0 without an upstream gradient, even if H is NaN."""
+    """The coefficients a and b of H. Both are 0 where ``grad`` is 0, even if H is NaN."""
     return Coefficients(a=-masked_product(grad, saved[..., 2:3]), b=-grad)
 
 
@@ -88,10 +88,11 @@ def entropy(
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
-        inplace_backward: like those of :func:`logprobs`.
+        inplace_backward: like that of :func:`logprobs`.
 
     Returns:
-        ``[*]``, fp32 (fp64 for fp64 logits), never negative; a DTensor where the logits are one:
+        ``[*]``, fp32 (fp64 for fp64 logits), never negative; a DTensor if the logits are one,
+        placed as in this table:
 
     ==================================  =====================================
     mesh dim that places the logits as  places ``temperature`` and the result as
@@ -104,14 +105,15 @@ def entropy(
     Communication: one all-gather of 4 numbers per row over the vocabulary's mesh dim forward, none
     backward, none where V is not sharded over several ranks.
 
-    Rows: NaN for a row that is wholly -inf (its gradient is 0) or that holds NaN or +inf (its
-    gradient is NaN). Gradient exactly 0 where the upstream one is 0, whatever the row holds.
+    Rows: the value is NaN for a row that is wholly -inf, whose gradient is 0, and for a row that
+    holds NaN or +inf, whose gradient is NaN. The gradient is exactly 0 where the upstream gradient
+    is 0, whatever the row holds.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Both are raised on every rank before any communication, if
-            the ranks agree on the global shapes.
+            unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
+            communication, if they agree on the global shapes.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the

@@ -4,8 +4,9 @@
 
     d/ds-logits = (1 - β) s (log(s/m) - KL(s || m)),  d/dt-logits = β t (log(t/m) - KL(t || m))
 
-The terms take both normalised over the whole vocabulary, so there are two collectives: of the
-softmax statistics and of the sums. (Agarwal et al., https://arxiv.org/abs/2306.13649, section 2.)
+The terms need both distributions normalised over the whole vocabulary, so there are two
+collectives: one for the softmax statistics and one for the sums of the terms. (Agarwal et al.,
+https://arxiv.org/abs/2306.13649, section 2.)
 """
 
 from __future__ import annotations
@@ -205,14 +206,14 @@ def js_div(
     forward (at β = 0 and 1 one, of 6), none backward, none where V is not sharded over several
     ranks.
 
-    Rows: finite where one masks what the other does not (for 0 < β < 1); else those of
-    :func:`kl_div`.
+    Rows: as for :func:`kl_div`, except that for 0 < β < 1 the value is finite where one input masks
+    a token that the other does not.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Both are raised on every rank before any communication, if
-            the ranks agree on the global shapes.
+            unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
+            communication, if they agree on the global shapes.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
@@ -222,7 +223,7 @@ def js_div(
     vocabulary = check_logits("js_div", student, vocab_size, "student")
     student, teacher = saveable(student), check_teacher("js_div", teacher, student)
     temperatures = check_temperature("js_div", temperature, student)
-    if beta in (0, 1):  # By convention a KL, though the formula is 0 there.
+    if beta in (0, 1):  # The formula is 0 there; by convention the result is a KL divergence.
         a, b = (student, teacher) if beta == 1 else (teacher, student)
         return KLDiv.apply(a, b, temperatures, *vocabulary, "js_div")[0]
     if beta > 0.5:  # The divergence is the same, and the formula for log(s/m) wants this.

@@ -1,12 +1,12 @@
 """``kl_div``: KL(A || B) = Σ p_A (log p_A - log p_B), forward (A the teacher) or reverse.
 
-With m, s of both and the cross term c of each shard r (see :mod:`dtensor_vocab.pair`), and with M
-and S over the whole vocabulary,
+Each shard r gives m and s of A and of B and the cross term c (see :mod:`dtensor_vocab.pair`). With
+M and S over the whole vocabulary,
 
     KL = C / S_A - log S_A + log S_B,
     C = Σ_r e^(m_Ar - M_A) (c_r + s_Ar ((m_Ar - M_A) - (m_Br - M_B)))
 
-With a temperature, exponents and C are divided by it.
+A temperature divides the exponents and C.
 
     dKL/da_v = p_A (log p_A - log p_B - KL),  dKL/db_v = p_B - p_A
 
@@ -70,7 +70,7 @@ def _gradient(
     grad: Tensor, saved: Tensor, log_p_a: Tensor, log_p_b: Tensor
 ) -> tuple[Tensor, Tensor]:
     p_a, value = log_p_a.exp(), saved[..., 4:5]
-    # log p_b may have overflowed to -inf where there is no mass. A value of NaN must be seen.
+    # log p_b may have overflowed to -inf where p_a is 0. NaN fails the comparison and propagates.
     without_mass = (p_a == 0) & (value >= 0)
     slope = torch.where(without_mass, 0, p_a * (log_p_a - log_p_b - value))
     return grad * slope, grad * (log_p_b.exp() - p_a)
@@ -121,8 +121,9 @@ def kl_div(
             probability 0 and gradient 0. Default: V.
 
     Returns:
-        ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits. Gradients
-        flow to those of the two that need one, each in its own dtype; a DTensor where they are:
+        ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits. Each input
+        that requires a gradient gets one in its own dtype. The result is a DTensor if the logits
+        are, placed as in this table:
 
     ==================================  =====================================
     mesh dim that places the logits as  places ``temperature`` and the result as
@@ -135,15 +136,16 @@ def kl_div(
     Communication: one all-gather of 6 numbers per row over the vocabulary's mesh dim forward, none
     backward, none where V is not sharded over several ranks.
 
-    Rows: a token that is -inf in both contributes 0. +inf, with gradient 0 for both, where A is
-    not -inf on a token that B masks with -inf. NaN where either row is wholly -inf (gradient 0)
-    or holds NaN or +inf (gradient NaN). Gradient exactly 0 where the upstream one is 0.
+    Rows: a token that is -inf in both contributes 0. The value is +inf, with gradient 0 for both
+    inputs, where A is not -inf on a token that B masks with -inf. It is NaN where either row is
+    wholly -inf, with gradient 0, or holds NaN or +inf, with gradient NaN. The gradient is exactly
+    0 where the upstream gradient is 0.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Both are raised on every rank before any communication, if
-            the ranks agree on the global shapes.
+            unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
+            communication, if they agree on the global shapes.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the

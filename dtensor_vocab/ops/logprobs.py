@@ -85,8 +85,8 @@ def logprobs(
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, Tensor or DTensor. A plain tensor
-            next to DTensor logits must be the same global tensor on every rank. A DTensor with
-            other placements than below is redistributed once. Ids may repeat.
+            next to DTensor logits must be the same global tensor on every rank. A DTensor that is
+            not placed as in the table below is redistributed once. Ids may repeat.
         ignore_index: ids equal to it give 0 and no gradient; None ignores nothing.
         temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
             row, placed as ``index``, or 0-d, one for all rows. The softmax is of
@@ -95,11 +95,12 @@ def logprobs(
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0, and ids of padding are out of range. Default: V.
         inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
-            for its own backward then raises autograd's "modified by an inplace operation". Under
-            ``torch.compile`` and ``torch.func`` the gradient is a new tensor all the same.
+            for its own backward then raises autograd's "modified by an inplace operation". Has no
+            effect under ``torch.compile`` and ``torch.func``, where the gradient is a new tensor.
 
     Returns:
-        fp32 (fp64 for fp64 logits), shaped as ``index``; a DTensor where the logits are one:
+        fp32 (fp64 for fp64 logits), shaped as ``index``; a DTensor if the logits are one, placed as
+        in this table:
 
     ==================================  =====================================
     mesh dim that places the logits as  places ``index`` and the result as
@@ -119,8 +120,8 @@ def logprobs(
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Both are raised on every rank before any communication, if
-            the ranks agree on the global shapes.
+            unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
+            communication, if they agree on the global shapes.
         RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
             positive and finite, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the

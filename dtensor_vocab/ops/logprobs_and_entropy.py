@@ -1,4 +1,4 @@
-"""``logprobs_and_entropy``: both from one read of the logits, their gradients in one write."""
+"""``logprobs_and_entropy``: both values from one read of the logits, the gradient in one write."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def logprobs_and_entropy_merge(
 ) -> tuple[Tensor, Tensor]:
     """``stats [shards, *, S]`` to (log p, H) ``[*, K + 1]`` and (M, log S, H) ``[*, 3]``.
 
-    Both results are in one tensor: if one of several DTensor results is not used, compiled code
-    gives backward a plain tensor as its gradient (torch 2.11 to 2.14).
+    Both results are in one tensor: if the caller does not use one of several DTensor results,
+    compiled code passes a plain tensor as its gradient (torch 2.11 to 2.14).
     """
     log_p, saved, passed = merge_at_ids(stats, index, temperature, ignore_index)
     assert_no_faults(
@@ -84,12 +84,13 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """``(logprobs(logits, index), entropy(logits))`` from one read of the logits.
 
-    Their gradients, also of one of them alone, come from one read and one write.
+    Backward reads the logits once and writes one gradient, whether one result is used or both.
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, like those of :func:`logprobs`.
-        ignore_index: ids equal to it have log-probability 0 without a gradient; the entropy counts.
+        ignore_index: ids equal to it give log-probability 0 and no gradient. The entropy of
+            their rows is computed nevertheless.
         temperature, vocab_size, inplace_backward: like those of :func:`logprobs`.
 
     Returns:
@@ -99,7 +100,7 @@ def logprobs_and_entropy(
     Communication: one all-gather of 4 + K numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
-    Rows, errors: those of :func:`logprobs` and :func:`entropy`.
+    Rows and errors: as for :func:`logprobs` and :func:`entropy`.
     """
     name = "logprobs_and_entropy"
     vocabulary = check_logits(name, logits, vocab_size)

@@ -5,9 +5,9 @@ With p_k the student's and q_k the teacher's probabilities, P and Q their sums,
     forward  Σ_k q_k (log q_k - log p_k)  [+ (1 - Q) (log(1 - Q) - log(1 - P))]
     reverse  Σ_k p_k (log p_k - log q_k)  [+ (1 - P) (log(1 - P) - log(1 - Q))]
 
-where the bracket is the tail. The mass of the tail is summed as such, since 1 - P would lose it
-where P is near 1, and r_v is the softmax over it. With the slopes c_k of the divergence in log p_k
-and d in log(1 - P),
+where the bracket is the tail, all tokens that are not named. 1 - P is summed over these tokens,
+since the difference would lose its digits where P is near 1. With the softmax r over the tail, 0 at
+the K tokens, and with the derivatives c_k of the divergence in log p_k and d in log(1 - P),
 
     d/dx_v = Σ_k c_k (1[v = k] - p_v) + d (r_v - p_v)
 """
@@ -59,7 +59,7 @@ def topk_kl_div_stats(
     sizes: Sequence[int],
     ignore_index: int | None,
 ) -> Tensor:
-    """m and s over a shard's tail, then as of ``softmax_stats``: ``[1, *, 6 + K]``."""
+    """m and s over a shard's tail, then its ``softmax_stats``: ``[1, *, 6 + K]``."""
     stats = _new_stats(student, ids, vocab_start)
     by_row = ByRow(student)
     if by_row.count == 0:
@@ -88,7 +88,7 @@ def _new_stats(student, ids, vocab_start) -> Tensor:
 
 
 TAIL_BLOCK = 1 << 21
-"""How many logits one block holds while the tail is summed. The kernel copies the block."""
+"""How many logits one block of the sum over the tail holds. The kernel copies the block."""
 
 
 @kernel
@@ -107,11 +107,11 @@ def _shard_stats(x, ids, temperature, start, width, sizes, ignore_index):
     named = torch.where(owned, named, -torch.inf)
     maximum = torch.cat([m_tail.unsqueeze(-1), named], -1).amax(-1)
     top = maximum.unsqueeze(-1)
-    mass = rebase(named, top, temperature).exp() / count.clamp_min(1)  # each token once
+    mass = rebase(named, top, temperature).exp() / count.clamp_min(1)  # Equal ids share the mass.
     weight = rebase(m_tail.unsqueeze(-1), top, temperature).exp().squeeze(-1)
     total = mass.sum(-1) + weight * s_tail
     covered = coverage(named, ids, temperature, start, width, sizes, ignore_index)
-    unused = torch.zeros_like(total)  # the sum for the entropy
+    unused = torch.zeros_like(total)  # in place of w, the sum for the entropy
     stats = torch.stack([m_tail, s_tail, maximum, total, covered, unused], -1)
     return torch.cat([stats, torch.where(owned, named, 0)], -1)
 
@@ -127,9 +127,9 @@ def topk_kl_div_merge(
     reverse: bool,
     tail: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``stats [shards, *, S]`` to the divergence ``[*]``, its slopes in log q_k, ``[*, K]``, and
-    what the student's gradient needs, ``[*, 6 + K]``: (M, log S) of the tail and of the vocabulary,
-    the coefficient a for either, and c_k.
+    """``stats [shards, *, S]`` to the divergence ``[*]``, its derivatives in log q_k ``[*, K]``,
+    and the values for the student's gradient ``[*, 6 + K]``: (M, log S) of the tail and of the
+    whole vocabulary, the coefficient a in the tail and at the ids, and c_k.
     """
     by_row = ByRow(stats[0])
     values = by_row(teacher_logprobs), by_row(ids), by_row(temperature)
@@ -162,7 +162,7 @@ def _merged(stats, log_q, ids, temperature, ignore_index, reverse, tail):
         a = a - rest.slope_p
         a_tail, slope_q = rest.slope_p + rest.mass * a, slope_q + rest.slope_q
     slopes = torch.cat([a_tail, a, slope_p], -1)
-    # an infinite row, or one without a student, has no gradient
+    # The gradient is 0 where the divergence is infinite or the student's row is wholly -inf.
     off = (value == torch.inf) | (norm[..., :1] == -torch.inf)
     slopes, slope_q = torch.where(off, 0, slopes), torch.where(off, 0, slope_q)
     saved = torch.cat([norm_tail, norm, slopes], -1)
@@ -170,8 +170,8 @@ def _merged(stats, log_q, ids, temperature, ignore_index, reverse, tail):
 
 
 class _Tail(NamedTuple):
-    """The bucket of all other tokens, ``[rows, 1]`` each. Without a student's share all but the
-    value are 0.
+    """The bucket of all other tokens, ``[rows, 1]`` each. If the student has no mass there, all
+    fields except the value are 0.
     """
 
     value: Tensor
@@ -180,16 +180,16 @@ class _Tail(NamedTuple):
     mass: Tensor
     """1 - P."""
     slope_p: Tensor
-    """In log(1 - P)."""
+    """The derivative of the value in log(1 - P)."""
     slope_q: Tensor
-    """In each log q_k, ``[rows, K]``."""
+    """The derivatives of the value in each log q_k, ``[rows, K]``."""
 
 
 TAIL_FLOOR = 16
-"""The least 1 - Q is the eps of the log q_k over this. These round 1 - Q by about as much, and its
-logarithm stays finite."""
+"""1 - Q is clamped to the eps of the log q_k over this, so that its logarithm is finite. Rounding of
+the log q_k changes 1 - Q by about as much."""
 TAIL_NOISE = 8
-"""A 1 - Q of up to so many eps may be nothing but their rounding."""
+"""A 1 - Q of up to this many eps of the log q_k may be their rounding error alone."""
 
 
 def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
@@ -203,7 +203,7 @@ def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
     value, slope_p, slope_q = _divergence(log_p, log_rest_q, reverse)
 
     empty = maximum == -torch.inf
-    if not reverse:  # infinite if the teacher has a tail where the student has none
+    if not reverse:  # The value is infinite if the teacher has a tail and the student has none.
         value = torch.where(empty, 0, value)
         value = torch.where(empty & (q > eps * TAIL_NOISE), torch.inf, value)
     value = torch.where(norm[..., :1] == -torch.inf, torch.nan, value)
@@ -217,7 +217,7 @@ def _tail(stats, norm, log_q, temperature, reverse) -> _Tail:
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms of KL(q || p), or KL(p || q), and their slopes in log p and in log q."""
+    """The terms of KL(q || p), or KL(p || q), and their derivatives in log p and in log q."""
     a, b = (log_p, log_q) if reverse else (log_q, log_p)
     mass = a.exp()
     absent = a == -torch.inf
@@ -281,48 +281,48 @@ def topk_kl_div(
 
     Formula: with p_k = softmax(student)[ids_k], q_k = e^(teacher_logprobs_k), P = Σ p_k, Q = Σ q_k,
     forward ``Σ_k q_k (log q_k - log p_k)``, reverse ``Σ_k p_k (log p_k - log q_k)``. With ``tail``
-    the rest of both is one more token, ``+ (1 - Q) log((1 - Q) / (1 - P))`` or
-    ``+ (1 - P) log((1 - P) / (1 - Q))``, which makes a divergence of it. Temperature is the
-    student's alone.
+    all other tokens count as one more token, which adds ``(1 - Q) log((1 - Q) / (1 - P))`` or
+    ``(1 - P) log((1 - P) / (1 - Q))`` and makes the sum a divergence. Temperature applies to the
+    student only.
 
     Same as these sums on ``torch.log_softmax(student.float(), -1)`` of the full vocabulary.
 
     Args:
         student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        teacher_logprobs: ``[*, K]``, floating, normalised over the teacher's full vocabulary; such
-            as :func:`topk_logprobs` returns.
-        teacher_ids: ``[*, K]``, int32 or int64, distinct in a row; both as ``index`` of
+        teacher_logprobs: ``[*, K]``, floating, normalised over the teacher's full vocabulary, as
+            :func:`topk_logprobs` returns them; placed like ``teacher_ids``.
+        teacher_ids: ``[*, K]``, int32 or int64, distinct in each row; like ``index`` of
             :func:`logprobs`.
         reverse: KL(student || teacher) in place of KL(teacher || student).
         tail: add the bucket of all other tokens.
-        ignore_index: entries whose id equals it are left out, whatever their log-probability: they
-            pad a teacher's list to K. None leaves out nothing.
+        ignore_index: entries whose id equals it are left out, whatever their log-probability. Use
+            it to pad a shorter list of the teacher's to K. None leaves out nothing.
         temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
             row, placed as the result, or 0-d, one for all rows. The softmax is of
-            ``logits / temperature``; gradients are with respect to ``logits``, and none flows to
+            ``student / temperature``; gradients are with respect to ``student``, and none flows to
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0, and ids of padding are out of range. Default: V.
 
     Returns:
-        ``[*]``, fp32 (fp64 for fp64 logits), with ``tail`` never negative; placed as the result of
-        :func:`entropy`. Gradients flow to ``student`` and ``teacher_logprobs``.
+        ``[*]``, fp32 (fp64 for fp64 logits), never negative with ``tail``; placed like the result
+        of :func:`entropy`. Gradients flow to ``student`` and ``teacher_logprobs``.
 
     Communication: one all-gather of 4 + K numbers per row, 6 + K with ``tail``, over the
     vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
 
-    Rows: +inf, with gradient 0 for both, where the first argument of the KL (the teacher; the
-    student for ``reverse``) has mass on a named token, or in the tail, to which the second assigns
-    none. NaN where the student's row is wholly -inf (gradient 0) or holds NaN or +inf. 0 without
-    ``tail`` where all ids are ignored. 1 - Q is only as exact as ``teacher_logprobs``: it is
-    clamped to at least 1/16 of their eps, and where the student has no tail it counts as 0 up to 8
-    eps.
+    Rows: in KL(A || B), A is the teacher, or the student for ``reverse``. The value is +inf, with
+    gradient 0 for both inputs, where A has mass on a named token or in the tail and B has none
+    there. It is NaN where the student's row is wholly -inf, with gradient 0, or holds NaN or +inf.
+    Without ``tail`` it is 0 where all ids are ignored. 1 - Q is only as exact as
+    ``teacher_logprobs``: it is clamped to at least 1/16 of their eps, and where the student has no
+    tail, up to 8 eps count as 0.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Both are raised on every rank before any communication, if
-            the ranks agree on the global shapes.
+            unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
+            communication, if they agree on the global shapes.
         RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
             positive and finite, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the

@@ -1,7 +1,7 @@
 """``topk_logprobs``: the K likeliest tokens of each row; ties go to the lower id.
 
-Each shard sends its own K candidates beside its softmax statistics. They travel and are ordered
-as logits, before temperature and normalisation could round two of them to one value.
+Each shard sends its own K candidates beside its softmax statistics. Candidates are sent and sorted
+as logits, because temperature and normalisation may round two of them to the same value.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dtensor_vocab.softmax import merge_softmax, softmax_stats
 __all__ = ["topk_logprobs"]
 
 SEARCH_BLOCK = 1 << 20
-"""How many logits one block of the search holds, four times as many on a GPU: half a byte of
-scratch for each if k is small."""
+"""How many logits one block of the search holds, four times as many on a GPU. For a small k, each
+takes half a byte of scratch memory."""
 CHUNK = 16
-"""How many columns stand for one in the first step of the search."""
+"""How many columns one chunk has. The first step of the search compares the maxima of chunks."""
 LOW_BITS = 0x7FFFFFFF
 
 
@@ -40,7 +40,7 @@ def topk_logprobs_stats(
     sizes: Sequence[int],
     k: int,
 ) -> Tensor:
-    """``softmax_stats`` of a shard, its K largest logits and their ids: ``[1, *, 4 + 2 K]``."""
+    """A shard's ``softmax_stats``, its K largest logits and their ids: ``[1, *, 4 + 2 K]``."""
     softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
     by_row = ByRow(logits)
     if by_row.count == 0 or k == 0:
@@ -80,9 +80,9 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, columns = x.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
     if n >= 2 * CHUNK * k:
-        # The k largest lie in the k chunks that have the largest maxima: any other logit comes
-        # after those maxima. Chunk c is made of columns c, c + chunks, ..., so that the maximum of
-        # all chunks is one of vectors.
+        # The k largest lie in the k chunks with the largest maxima, because every logit of another
+        # chunk sorts after these k maxima. Chunk c has the columns c, c + chunks, ..., so that the
+        # maxima of all chunks are computed with vector instructions.
         chunks = n // CHUNK
         x_in = x[..., : chunks * CHUNK].unflatten(-1, (CHUNK, chunks))
         best = x_in.amax(-2)
@@ -101,12 +101,12 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _keys(x: Tensor, column: Tensor) -> Tensor:
-    """An integer for each logit, in the order of values, NaN the largest, then that of columns.
+    """An integer for each logit that sorts by value, with NaN the largest, and then by column.
 
-    Its upper half are the bits of the value, in an order that integers have. (torch.topk of the
-    values would take any of those that tie.)
+    The upper 32 bits are those of the value, mapped so that integers sort as the values do. The
+    lower bits decide ties for the lower column; torch.topk of the values would decide them at will.
     """
-    x = torch.where(x == 0, 0, x.float())  # one zero, and then one NaN
+    x = torch.where(x == 0, 0, x.float())  # -0 becomes 0; the next line maps every NaN to one.
     bits = torch.where(x != x, torch.nan, x).view(torch.int32)
     bits = torch.where(bits < 0, bits ^ LOW_BITS, bits)
     return (bits.long() << 32) | (LOW_BITS - column)
@@ -117,7 +117,7 @@ def _column(keys: Tensor) -> Tensor:
 
 
 def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted by descending value, those that tie by ascending id."""
+    """Sorts by descending value, and equal values by ascending id."""
     ids, order = ids.sort(dim=-1)
     values, last = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(-1, last)
@@ -183,8 +183,9 @@ def topk_logprobs(
     """Log-probabilities and ids of the ``k`` likeliest tokens of each row.
 
     Same as ``torch.log_softmax(logits.float(), -1).sort(dim=-1, descending=True, stable=True)``,
-    cut to k: normalised over the whole vocabulary, ties to the lower id. Which tokens these are
-    does not depend on the number of ranks. Gradient as that of :func:`logprobs` at the ids.
+    cut to k: normalised over the whole vocabulary, with ties resolved to the lower id. The number
+    of ranks does not change the selected tokens. The gradient is that of :func:`logprobs` at the
+    ids.
 
     Args:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
@@ -203,13 +204,13 @@ def topk_logprobs(
     Communication: one all-gather of 4 + 2 k numbers per row over the vocabulary's mesh dim forward,
     none backward, none where V is not sharded over several ranks.
 
-    Rows: those of :func:`logprobs`; NaN counts as the largest.
+    Rows: as for :func:`logprobs`. NaN counts as the largest logit.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
-            unless the logits are fp64. Both are raised on every rank before any communication, if
-            the ranks agree on the global shapes.
+            unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
+            communication, if they agree on the global shapes.
         RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
