@@ -17,13 +17,13 @@ __all__ = ["PerToken", "empty_grad", "is_functional", "overwritten"]
 
 
 class PerToken(torch.autograd.Function):
-    """Base of the ops' functions, which are differentiable once.
+    """Base class of the ops' autograd functions, which are differentiable once.
 
-    A subclass defines a static ``forward``. Its first result is differentiable and its last is
-    saved for backward. ``keep(ctx, inputs, outputs)`` stores options in ``ctx`` and returns further
-    tensors to save; ``gradients(ctx, grad, saved, *kept)`` returns the gradients of the leading
-    inputs. Both are static methods and default to those of ``gradient``. ``function`` names the op
-    in errors.
+    A subclass defines a static ``forward``, whose first result is differentiable and whose last
+    result is saved for backward. ``keep(ctx, inputs, outputs)`` stores options in ``ctx`` and
+    returns further tensors to save. ``gradients(ctx, grad, saved, *kept)`` returns the gradients of
+    the leading inputs. Both are static methods, by default those of ``gradient``. ``function``
+    names the op in errors.
     """
 
     function: str
@@ -75,9 +75,9 @@ def _local_versions(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
 
 
 def _differentiable_once(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose gradients raise where they are differentiated again.
+    """A backward whose gradients raise when they are differentiated again.
 
-    Without that a gradient penalty, for example, would silently get no gradient.
+    Otherwise a gradient penalty, for example, would silently get no gradient.
     """
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -27,18 +27,18 @@ def local_ids(index: Tensor, start: Tensor | int, width: int) -> tuple[Tensor, T
 
 
 def pick(logits: Tensor, index: Tensor, start: Tensor | int, width: int) -> Tensor:
-    """The logits at ids that the shard owns, 0 at the others: the sum over shards has them all."""
+    """The logits at ids that the shard owns and 0 at others, so that shards add up to all."""
     local, owned = local_ids(index, start, width)
     return torch.where(owned, logits.gather(-1, local).to(math_dtype(logits)), 0)
 
 
 _SORT_FROM = 128
-"""Sort from this K on; below it, compare all pairs. Eager code stores K times the entries for that,
-compiled code stores nothing."""
+"""Sort from this K on; below it, compare all pairs. The comparison stores K² numbers per row in
+eager code and nothing in compiled code."""
 
 
 def sum_equal(keys: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """For each of the K entries of a row, the sums of ``values`` over the entries of equal key."""
+    """For each of a row's K entries, the sums of ``values`` over the entries with an equal key."""
     if keys.shape[-1] == 1:
         return values
     if keys.shape[-1] < _SORT_FROM:

@@ -1,6 +1,6 @@
-"""Where tensors lie on a mesh: the vocabulary, the role of a tensor, the two collectives.
+"""How tensors are placed on a mesh: the vocabulary, the roles of tensors, the two collectives.
 
-Each tensor of an operator has a role, and each mesh dim places all roles together:
+Each tensor of an operator has a role. What a mesh dim shards decides its placement for every role:
 
 ================  ===================  ======================  =============================
 role              tensor               mesh dim that shards V  mesh dim that shards dim ``d``
@@ -14,10 +14,11 @@ role              tensor               mesh dim that shards V  mesh dim that sha
 ``total``         ``[S]``, ``[]``      ``Replicate()``         ``Replicate()``
 ================  ===================  ======================  =============================
 
-A mesh dim that shards nothing replicates all of them. Among the rows, a 0-d tensor is one value for
-all rows. An operator that takes ``gathered`` is called by :func:`gather_and_merge`, one that takes
-``total`` by :func:`all_reduce_and_finish`. The package communicates nowhere else, except to move
-ids and temperatures that the caller has placed otherwise.
+A mesh dim that shards nothing replicates all of them. A 0-d tensor with the role ``rows`` is one
+value for all rows. :func:`gather_and_merge` calls the operators that take ``gathered``, and
+:func:`all_reduce_and_finish` those that take ``total``. These calls are the only ones that
+communicate, except that the checks of arguments redistribute ids and temperatures that the caller
+has placed otherwise.
 """
 
 from __future__ import annotations
@@ -59,22 +60,24 @@ class Sizes(NamedTuple):
     shard: int
     """Columns of a full shard."""
     vocab_size: int
-    """Columns that are tokens; the rest is padding."""
+    """Columns that are tokens. The columns after them are padding."""
 
 
 class Vocabulary(NamedTuple):
-    """How the columns of the logits lie. Operators take the two fields as arguments."""
+    """How the columns are split over shards. Operators take the two fields as arguments."""
 
     start: Tensor | None
-    """``[shards]``, the first column of each shard; a DTensor where the logits are. None stands for
-    0."""
+    """``[shards]``, the first column of each shard; a DTensor if the logits are one. None is 0."""
     sizes: Sizes
 
 
 def place_vocabulary(
     logits: Tensor, mesh_dim: int | None, columns: int, vocab_size: int
 ) -> Vocabulary:
-    """The vocabulary of ``logits [*, columns]``, which ``mesh_dim`` shards, or no mesh dim."""
+    """The layout of the vocabulary of ``logits [*, columns]``.
+
+    ``mesh_dim`` is the mesh dim that shards it, None if no mesh dim does.
+    """
     if not isinstance(logits, DTensor):
         # On CPUs plain tensors and DTensors share kernels. On a GPU zeros are one more launch.
         on_cpu = logits.device.type == "cpu"
@@ -119,19 +122,20 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def gather_and_merge(merge: Callable[..., Any], stats: Tensor, *args: Any) -> Any:
-    """``merge(stats, *args)`` of an operator that takes ``stats [shards, *, S]`` as ``gathered``.
+    """Calls the operator ``merge``, which takes ``stats [shards, *, S]`` in the role ``gathered``.
 
-    DTensor gathers them on the way in: an all-gather over the vocabulary's mesh dim, none where V
-    is not sharded. Since the collective is part of the operator's call, checkpointing that saves
-    the operator does not repeat it.
+    DTensor therefore redistributes ``stats`` before the operator runs: by an all-gather over the
+    vocabulary's mesh dim, or not at all if V is not sharded. Since the collective is part of the
+    call, checkpointing that saves the operator's outputs does not repeat it.
     """
     return merge(stats, *args)
 
 
 def all_reduce_and_finish(finish: Callable[..., Any], sums: Tensor, *args: Any) -> Any:
-    """``finish(sums, *args)`` of an operator that takes ``sums [S]`` over rows as their ``total``.
+    """Calls the operator ``finish``, which takes ``sums [S]`` over rows in the role ``total``.
 
-    DTensor adds them up on the way in: an all-reduce over the mesh dims that shard rows.
+    DTensor therefore adds them up before the operator runs, by an all-reduce over the mesh dims
+    that shard rows.
     """
     return finish(sums, *args)
 
@@ -139,7 +143,7 @@ def all_reduce_and_finish(finish: Callable[..., Any], sums: Tensor, *args: Any) 
 # ---- roles and placements
 
 _VOCAB = -1
-"""Stands for the vocabulary where a mesh dim is said to shard dim ``d`` of the logits."""
+"""The vocabulary, where this module refers to a dim of the logits by its number."""
 
 
 def has_all_lead_dims(role: str | None) -> bool:
@@ -157,8 +161,8 @@ def placements_of(
 ) -> tuple[list[tuple[Placement, ...] | None], list[tuple[Placement, ...]]]:
     """The placements that an operator's inputs must have and that its outputs get.
 
-    ``inputs`` and ``outputs`` are roles. ``specs`` say where the inputs lie now, None for one that
-    is left out.
+    ``inputs`` and ``outputs`` are roles. ``specs`` are those of the inputs as they are now, None
+    for one that is left out.
     """
     given = list(zip(inputs, specs, strict=True))
     there = [(role, spec) for role, spec in given if spec is not None]
@@ -172,7 +176,7 @@ def placements_of(
 
 
 def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
-    """For each mesh dim the dim of the logits that it shards, or None; the logits' ``ndim``."""
+    """For each mesh dim, the dim of the logits that it shards or None; and the logits' ``ndim``."""
     if role == "total":
         return [None] * len(spec.placements), 0
     shift = num_shard_dims(role)
@@ -184,7 +188,7 @@ def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
 
 
 def _placement(role: str, dim: int | None, ndim: int) -> Placement:
-    """Where a mesh dim that shards ``dim`` of the logits has a tensor of this role."""
+    """How a mesh dim that shards ``dim`` of the logits places a tensor of this role."""
     over_vocab = dim == _VOCAB
     if dim is None or role == "total":
         return Replicate()

@@ -1,7 +1,7 @@
-"""Arithmetic on rows that the kernels share: precision, padding, shifted exponents, sums.
+"""Row-level arithmetic that the kernels share: precision, padding, shifted exponents, sums.
 
-Pure functions to be used inside kernels. ``x`` is ``[rows, V_local]``, ``start`` the first column
-of the shard (0-d, or 0), ``sizes`` a :class:`~dtensor_vocab.layout.Sizes`.
+These pure functions run inside kernels. ``x`` is ``[rows, V_local]``, ``start`` (0-d, or 0) is the
+first column of the shard and ``sizes`` is a :class:`~dtensor_vocab.layout.Sizes`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def math_dtype(*logits: Tensor) -> torch.dtype:
-    """The dtype that results for these logits are computed and returned in."""
+    """The dtype of the math and of the results for these logits."""
     double = any(x.dtype == torch.float64 for x in logits)
     return torch.float64 if double else torch.float32
 
@@ -44,7 +44,7 @@ def to_math(
 ) -> Tensor:
     """The logits in the dtype of the math, with -inf in place of padding.
 
-    ``column`` tells which columns ``x`` holds, if not all.
+    ``column`` holds the columns of ``x`` within the shard. The default is all of them, in order.
     """
     x = x.to(dtype or math_dtype(x))
     return without_padding(x, -torch.inf, start, sizes, column)
@@ -78,8 +78,8 @@ def columns_before(end: int, start: Tensor | int, width: int, device: torch.devi
 def scaled(x: Tensor, temperature: Tensor | None) -> Tensor:
     """``x / temperature``.
 
-    For differences of logits only: dividing the logits themselves would round away the digits that
-    a large common offset leaves them.
+    Apply it to differences of logits. Dividing the logits themselves would round away the digits
+    that are left beside a large common offset.
     """
     return x if temperature is None else x / temperature.to(x.dtype)
 
@@ -104,7 +104,7 @@ def merge_norms(m: Tensor, s: Tensor, temperature: Tensor | None) -> tuple[Tenso
 def shift_times_mass(shift: Tensor, mass: Tensor) -> Tensor:
     """``shift * mass`` for ``mass = exp(shift)``, 0 where the shift is too low to leave any mass.
 
-    It takes one instruction less than :func:`masked_product`.
+    It takes one instruction fewer than :func:`masked_product`.
     """
     return mass * shift.clamp_min(least_exponent(shift.dtype))
 
