@@ -1,8 +1,9 @@
 """Checks the public functions' arguments from global metadata and converts them to one form.
 
-All ranks see the same metadata, so all raise the same error, before anything is communicated. The
-exception is a DTensor that ranks disagree on, as ``from_local`` of uneven shards makes without
-``shape=``: what only some of them refuse, such as a ``vocab_size``, raises there alone.
+All ranks see the same metadata, so all raise the same error before any communication. The exception
+is a DTensor whose global shape differs from rank to rank, such as ``from_local`` of uneven shards
+makes without ``shape=``: an argument that is invalid on some ranks only, for example
+``vocab_size``, then raises only there.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_logits(
     function: str, logits: Tensor, vocab_size: int | None, name: str = "logits"
 ) -> Vocabulary:
-    """Checks ``logits [*, V]`` and ``vocab_size``, and says where the vocabulary lies."""
+    """Checks ``logits [*, V]`` and ``vocab_size``. Returns the layout of the vocabulary."""
     vocab_dim = _check_one(function, logits, name)
     columns = logits.shape[-1]
-    if torch.jit.is_tracing():  # It gives sizes as tensors (torch 2.11 to 2.14).
+    if torch.jit.is_tracing():  # Tracing makes sizes tensors (torch 2.11 to 2.14).
         columns = int(columns)
     vocab_size = (
         columns
@@ -69,20 +70,20 @@ def _check_one(function: str, logits: Tensor, name: str) -> int | None:
         )
     if logits.shape[-1] > MAX_COLUMNS and logits.dtype != torch.float64:
         raise ValueError(
-            f"{function}: expected {name} of at most {MAX_COLUMNS} columns, whose ids fp32 can "
-            f"hold, got {logits.shape[-1]}"
+            f"{function}: expected {name} of at most {MAX_COLUMNS} columns unless they are fp64, "
+            f"because fp32 cannot hold larger ids, got {logits.shape[-1]}"
         )
     return _vocab_mesh_dim(function, logits, name) if isinstance(logits, DTensor) else None
 
 
 def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
-    """The mesh dim that shards the vocabulary, or None; an error for a layout out of bounds."""
+    """The mesh dim that shards the vocabulary, or None. Raises if placements are unsupported."""
     found = None
     for mesh_dim, placement in enumerate(logits.placements):
         if placement.is_replicate():
             continue
         if placement.is_partial():
-            cure = "redistribute what is Partial to Shard(-1) or Replicate()"
+            cure = "redistribute Partial logits to Shard(-1) or Replicate()"
         elif not isinstance(placement, Shard):
             cure = f"redistribute {placement} to Shard or Replicate()"
         elif not shards_vocab(placement, logits):
@@ -101,7 +102,7 @@ def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
 
 
 def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
-    """Checks a teacher's logits, which have the rows and columns of the student's everywhere.
+    """Checks that a teacher's logits have the student's shape, device, mesh and placements.
 
     Returns them as a tensor that autograd can save.
     """
@@ -119,8 +120,8 @@ def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
             cure = ""
             if fact == "shape" and mine[:-1] == other[:-1]:
                 cure = (
-                    "; where only the padding of the vocabulary differs, hand over the first "
-                    f"{min(mine[-1], other[-1])} columns of the wider one and give vocab_size"
+                    "; where only the padding of the vocabulary differs, pass the first "
+                    f"{min(mine[-1], other[-1])} columns of the wider one, and vocab_size"
                 )
             raise ValueError(
                 f"{function}: expected student and teacher of the same {fact}, "
@@ -136,7 +137,7 @@ def saveable(x: Tensor) -> Tensor:
     if not _is_inference(x):
         return x
     local = local_tensor(x)
-    if type(local) is not Tensor:  # a subclass has its memory elsewhere
+    if type(local) is not Tensor:  # The memory of a subclass may be elsewhere.
         return x.clone()
     alias = torch.empty(0, dtype=x.dtype, device=x.device)
     alias.set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
@@ -157,7 +158,7 @@ def _is_inference(x: Tensor) -> bool:
 
 
 K_AXIS = ((), ("K",))
-"""Trailing dims that ids may have: one id for each row, or K of them."""
+"""The dims that ids may have after those of the rows: none for one id per row, or K."""
 
 
 def check_ids(
@@ -167,7 +168,7 @@ def check_ids(
     name: str = "index",
     trailing: tuple[tuple[str, ...], ...] = K_AXIS,
 ) -> Tensor:
-    """Checks ids ``[*]`` or ``[*, K]``; a DTensor where the logits are one."""
+    """Checks ids ``[*]`` or ``[*, K]`` and places them like the rows of the logits."""
     _check_tensor(function, index, name)
     if index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{function}: expected {name} of dtype int32 or int64, got {index.dtype}")
@@ -194,7 +195,7 @@ def check_ignore_index(function: str, ignore_index: int | None) -> int | None:
         return None
     ignore_index = _check_int(function, ignore_index, "ignore_index", "an int or None")
     if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"{function}: expected ignore_index of 64 bits, got {ignore_index}")
+        raise ValueError(f"{function}: expected ignore_index to fit in 64 bits, got {ignore_index}")
     return ignore_index
 
 
@@ -247,7 +248,7 @@ def _may_overlap(x: Tensor) -> bool:
 
 
 def check_temperature(function: str, temperature: float | Tensor, logits: Tensor) -> Tensor | None:
-    """A temperature as a tensor, 0-d or ``[*]``; None for 1."""
+    """Checks a temperature. Returns it as a tensor, 0-d or ``[*]``, or None if it is 1."""
     if isinstance(temperature, Tensor):
         _check_tensor(function, temperature, "temperature")
         if not temperature.dtype.is_floating_point:
@@ -262,7 +263,7 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
     if not _is_real(temperature):
         got = type(temperature).__name__
         raise TypeError(f"{function}: expected temperature to be a float or a Tensor, got {got}")
-    limits = torch.finfo(math_dtype(logits))  # below them, the math would divide by 0
+    limits = torch.finfo(math_dtype(logits))  # A number below tiny may count as 0 in the math.
     if not limits.tiny <= temperature <= limits.max:
         raise ValueError(
             f"{function}: expected 0 < temperature < inf, normal in {limits.dtype}, "
@@ -282,10 +283,11 @@ def check_row_values(
     trailing: tuple[tuple[str, ...], ...] = ((),),
     one_for_all: bool = False,
 ) -> Tensor:
-    """Checks that ``values``, ``[*]`` and what may trail it, lie where the logits do.
+    """Checks values per row, ``[*]`` plus ``trailing`` dims, and places them like the logits' rows.
 
-    A plain tensor beside DTensor logits is the same global tensor on all ranks. ``one_for_all``
-    allows a 0-d tensor, one value for all rows.
+    A plain tensor beside DTensor logits is taken for the same global tensor on all ranks.
+    ``one_for_all`` allows a 0-d tensor, one value for all rows. A DTensor that is placed otherwise
+    is redistributed, which communicates.
     """
     single = one_for_all and values.dim() == 0
     if (
@@ -332,7 +334,7 @@ def check_row_values(
     placements = tuple(
         Replicate() if single or shards_vocab(p, logits) else p for p in logits.placements
     )
-    # Moved here, values are moved once, not by each operator that takes them.
+    # Redistributed here, values move once instead of in each operator that takes them.
     return values if values.placements == placements else values.redistribute(placements=placements)
 
 

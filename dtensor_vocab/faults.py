@@ -1,4 +1,4 @@
-"""Detects invalid values on the device: each shard flags them, every rank asserts after the gather.
+"""Detects invalid values on the device: each shard flags them, all ranks assert after the gather.
 
 A shard marks a faulty row in its *coverage*, one number per row that travels with the statistics.
 After the collective every rank therefore finds the same faults and raises the same error.
@@ -27,12 +27,12 @@ def coverage(
     sizes: Sequence[int],
     ignore_index: int | None = None,
 ) -> Tensor:
-    """The global number of columns according to this shard of ``width``, for each row of ``x``.
+    """For each row of ``x``, the global number of columns, or the fault that this shard finds.
 
-    If all shards report the same number, and each has the width that torch.chunk gives it, together
-    they cover the vocabulary exactly once. The value is NaN if this shard's width is wrong, -inf if
-    an id of the row is out of range, and +inf if its temperature is not positive and finite in the
-    dtype of the math.
+    If all shards report the same number of columns, and each has the ``width`` that torch.chunk
+    gives it, together they cover the vocabulary exactly once. A fault replaces the number: NaN if
+    this shard's width is wrong, -inf if an id of the row is out of range, and +inf if the row's
+    temperature is not positive and finite in the dtype of the math.
     """
     columns, shard_size, vocab_size = sizes
     expected = columns_before(columns, start, shard_size, x.device)
@@ -54,9 +54,9 @@ NUM_CHECKS = 3
 
 
 def passed_checks(covered: Tensor) -> Tensor:
-    """Which checks each row passes by the shards' ``coverage [rows, shards]``, ``[rows, 3]``.
+    """Which checks each row passes by the ``coverage [rows, shards]``: a mask ``[rows, 3]``.
 
-    All its ids are in range, the shards fit together, and its temperature is positive and finite.
+    Its columns are ids in range, shards that fit together, and a positive and finite temperature.
     """
     bad_id = (covered == -torch.inf).any(-1)
     bad_temperature = (covered == torch.inf).any(-1)
@@ -86,12 +86,12 @@ def assert_no_faults(
     if tempered:
         assert_async(
             temperatures_valid,
-            f"{function}: expected 0 < temperature < inf in every row, got another on at least "
-            "one rank",
+            f"{function}: expected 0 < temperature < inf in every row, got another value on "
+            "at least one rank",
         )
     assert_async(
         fit,
-        f"{function}: expected each rank to hold the torch.chunk share of one number of columns, "
-        "got shards that do not fit together; where they are uneven, DTensor.from_local needs the "
+        f"{function}: expected each rank to hold the torch.chunk share of the same V columns, "
+        "got shards that do not fit together; if they are uneven, DTensor.from_local needs the "
         "global shape= and stride=",
     )

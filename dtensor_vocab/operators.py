@@ -1,4 +1,4 @@
-"""Registers the custom operators: the local function, its placements, its place in autograd.
+"""Registers the custom operators with their DTensor placements and their ``torch.vmap`` rule.
 
 An operator works on local tensors. A *signature* such as ``"logits, rows, start -> stats"`` names
 the role of each tensor argument and output, and :mod:`~dtensor_vocab.layout` says how each role is
@@ -33,7 +33,7 @@ def operator(
 ) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
     """Registers a function as ``torch.ops.dtensor_vocab.<name>``, placed as ``signature`` says.
 
-    ``mutates`` names an argument that it writes to. It then returns nothing.
+    ``mutates`` names an argument that the function writes to. Such a function returns nothing.
 
     Autograd treats the outputs as constants; the public functions implement the gradients. Under
     ``torch.vmap``, the batch is one more leading dim of the logits.
@@ -76,7 +76,7 @@ def with_signature(
 
 
 def _without_views(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with results that are not views, which autograd would not let the caller edit."""
+    """``fn`` with results that are not views, because autograd forbids in-place edits of those."""
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _mark_constant(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _no_backward(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("dtensor_vocab: the operators have no gradients, the public functions do")
+    raise RuntimeError("dtensor_vocab: the operators have no gradients; use the public functions")
 
 
 # ---- torch.vmap
@@ -109,7 +109,7 @@ def _vmap(
 ) -> tuple[Any, Any]:
     if any(isinstance(arg, DTensor) for arg in args):
         raise NotImplementedError("dtensor_vocab: vmap takes plain tensors, not DTensors")
-    # torch leaves out arguments that have their default, the last ones
+    # torch omits trailing arguments that equal their defaults.
     names = iter(inputs)
     roles = [
         next(names) if wanted else None

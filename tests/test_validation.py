@@ -115,7 +115,7 @@ def test_ignore_index(op: Op) -> None:
         text = rf"^{op.name}: expected ignore_index to be an int or None, got {got}"
         refused(TypeError, text, op, *draw(op).values(), ignore_index=value)
     for value in (2**63, -(2**63) - 1):
-        text = rf"^{op.name}: expected ignore_index of 64 bits, got {value}"
+        text = rf"^{op.name}: expected ignore_index to fit in 64 bits, got {value}"
         refused(ValueError, text, op, *draw(op).values(), ignore_index=value)
 
 
@@ -235,8 +235,8 @@ def test_teacher_ids_have_a_k_axis() -> None:
 # ------------------------------------------------------------------ placements
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], str]] = {
-    "Partial": ((2,), [Partial()], "redistribute what is Partial"),
-    "Partial beside Shard": ((2, 2), [Partial(), Shard(-1)], "redistribute what is Partial"),
+    "Partial": ((2,), [Partial()], "redistribute Partial logits"),
+    "Partial beside Shard": ((2, 2), [Partial(), Shard(-1)], "redistribute Partial logits"),
     "two mesh dims": ((2, 2), [Shard(1), Shard(-1)], "two mesh dims"),
     "_StridedShard": ((2, 2), [_StridedShard(1, split_factor=2), Replicate()], "_StridedShard"),
     "_StridedShard of rows": (
