@@ -1,11 +1,11 @@
-"""Softmax statistics: what a shard of the vocabulary tells of its rows, and how shards merge.
+"""Softmax statistics of each shard of the vocabulary, and their merge over shards.
 
 Over its own columns, a shard computes for each row, in one read of the logits x,
 
     m = max x_v,  s = Σ e^(x_v - m),  w = Σ e^(x_v - m) (x_v - m),  picked_k = x[index_k]
 
-and, for label smoothing, n / N for its n of all N tokens and t = Σ (x_v - m) / N over these n. A
-temperature divides each difference of logits. With M = max m_r over the shards r, the whole
+and, for label smoothing, n / N if it holds n of all N tokens, and t = Σ (x_v - m) / N over these n.
+A temperature divides each difference of logits. With M = max m_r over the shards r, the whole
 vocabulary has
 
     S = Σ_r s_r e^(m_r - M),  W = Σ_r e^(m_r - M) (w_r + s_r (m_r - M)),
@@ -117,8 +117,7 @@ def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, 
 def _sums(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
     """m, s, w and, if ``summed``, t over the last dim of ``x``, of which ``tokens`` are tokens."""
     maximum = x.amax(-1, keepdim=True)
-    # Selected after the sum, so that the sum keeps the form of a softmax, which Inductor
-    # recognises.
+    # torch.where comes after the sum: Inductor then recognises the sum as that of a softmax.
     shifted = scaled(x - maximum, temperature)
     mass = shifted.exp()
     total = torch.where(maximum == -torch.inf, 0, mass.sum(-1, keepdim=True)).squeeze(-1)
@@ -126,14 +125,14 @@ def _sums(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
     if not summed:
         return maximum.squeeze(-1), total, w
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    # Each term is divided, since a sum of logits that stand for -inf would overflow.
+    # Divide before the sum, which finite logits that stand for -inf would overflow.
     shifted = rebase(x, maximum, temperature) / Sizes(*sizes).vocab_size
     t = torch.where(column < tokens, shifted, 0).sum(-1)
     return maximum.squeeze(-1), total, w, t
 
 
 def _sums_by_chunks(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
-    """The same from the sums of chunks, which are merged as those of shards are."""
+    """The same as ``_sums``, by merging the sums of chunks of columns like those of shards."""
     x = chunked(x, -torch.inf)
     by_row = None if temperature is None else temperature.unsqueeze(-1)
     if not summed:
@@ -149,14 +148,14 @@ def _sums_by_chunks(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]
 
 
 class Softmax(NamedTuple):
-    """Statistics of rows over the whole vocabulary: ``[rows]``, ``log_p`` ``[rows, K]``."""
+    """Statistics of rows over the whole vocabulary, ``[rows]`` unless stated otherwise."""
 
     maximum: Tensor
     log_sum: Tensor
     log_p: Tensor
-    """At the ids."""
+    """At the ids, ``[rows, K]``."""
     passed: Tensor
-    """``[rows, 3]``, as :func:`~dtensor_vocab.faults.passed_checks` has it."""
+    """``[rows, 3]``, from :func:`~dtensor_vocab.faults.passed_checks`."""
     entropy: Tensor
     mean_log_p: Tensor | None
 
@@ -170,7 +169,7 @@ def merge_sums(
     *,
     temperature: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """M, S, W and, where they are given, T of ``[rows, shards]``, ``share`` being n / N."""
+    """Merges ``[rows, shards]`` into M, S, W and, if given t and the ``share`` n / N, into T."""
     maximum, total, shift = merge_norms(m, s, temperature)
     w = masked_product(shift.exp(), w + s * shift).sum(-1)
     if t is None or share is None:

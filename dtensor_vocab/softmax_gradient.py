@@ -4,7 +4,7 @@ For coefficients a, b, u and c_k of each row it has the form
 
     d/dx_v = p_v (a + b log p_v) + u + Σ_k c_k 1[v = index_k]
 
-over the temperature, if there is one.
+divided by the temperature, if there is one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Coefficients(NamedTuple):
     c: Tensor | None = None
     u: Tensor | None = None
     at_index: tuple[Tensor, Tensor, Tensor] | None = None
-    """For ops whose coefficients differ in the columns of the ids: ``a`` and (M, log S) ``[rows,
-    2]`` of these columns, and a mask ``[rows, K]`` of the ids that count."""
+    """For an op with other coefficients in the columns of the ids: their ``a``, their (M, log S)
+    ``[rows, 2]``, and a mask ``[rows, K]`` of the ids that count."""
 
 
 class SoftmaxGradient:
@@ -49,8 +49,9 @@ class SoftmaxGradient:
     [index,] temperature, vocab_start, sizes, *options)``, where ``saved [*, 2+]`` starts with M and
     log S.
 
-    The coefficients are part of the kernel. There, per-row values are ``[rows, K]``. A float option
-    is a 0-d tensor, so that one kernel serves all its values, or None where it is 0.
+    The coefficients are computed inside the kernel, where values per row are ``[rows, K]``. A float
+    option arrives as None if it is 0, and otherwise as a 0-d tensor, so that one kernel serves all
+    its values.
     """
 
     def __init__(self, name: str, inplace: bool = True) -> None:
@@ -111,8 +112,8 @@ class SoftmaxGradient:
     def _new(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> Tensor:
         """The gradient of ``logits [*, V_local]``, contiguous, in their dtype.
 
-        With several ids per row, the entries in the columns of the ids are computed apart and
-        written over the kernel's result, some rows at a time.
+        With several ids per row, a second kernel computes the entries in the columns of the ids,
+        some rows at a time. They overwrite those of the first kernel.
         """
         if logits.numel() == 0:
             return empty_grad(logits)
@@ -145,8 +146,8 @@ class SoftmaxGradient:
 def _in_autograd(
     ids: int, backward: torch.library.CustomOpDef, backward_: torch.library.CustomOpDef | None
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two functions of a gradient that ``PerToken`` takes, for a ``forward(logits,
-    [index,] temperature, vocab_start, sizes, *options, inplace_backward)``.
+    """``keep`` and ``gradients`` for a ``PerToken`` with ``forward(logits, [index,] temperature,
+    vocab_start, sizes, *options, inplace_backward)``.
     """
     tensors = 3 + ids
     new = overload(backward)
@@ -175,7 +176,7 @@ def _k(index: Tensor | None) -> int:
 
 
 def _write(x: Tensor, entries: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Writes ``(column, values)``, ``[n, K]`` each, for n rows of ``x [*, V]`` after others.
+    """Writes each ``(column, values)``, both ``[n, K]``, to the next n rows of ``x [*, V]``.
 
     On CPUs, ``x.scatter_`` would make an fp32 copy of bf16 (seen on torch 2.13).
     """
@@ -206,8 +207,8 @@ def _at_ids(terms, logits, saved, index, temperature, start, sizes) -> tuple[Ten
     """The columns of the ids and the entries there, both ``[rows, K]``.
 
     Computing these entries separately needs no ``[rows, V_local]`` buffer, rounds each entry once
-    and gives equal ids the same entry. An id of another shard is clamped to a column of this shard
-    and gives the entry of that column again, without a ``c`` of its own.
+    and gives equal ids the same entry. An id of another shard is clamped to a column of this shard,
+    with a ``c`` of 0, and so yields the entry that this column has anyway.
     """
     local, owned = local_ids(index, start, logits.shape[-1])
     x = to_math(logits.gather(-1, local), start, sizes, column=local)
@@ -232,8 +233,8 @@ def _entry(terms, slope, log_p, column, start, sizes) -> Tensor:
     """``p_v (a + b log p_v) + u``. The first term is 0 where p_v is 0, and u is 0 in padding."""
     if terms.b is not None:
         slope = slope + terms.b * log_p
-    # Below the least exponent p is 0, and the slope may have overflowed. Testing p == 0 instead
-    # makes Inductor store p, MiBs of it at K = 64 ids (seen on torch 2.13).
+    # Below the least exponent p is 0, and the slope may have overflowed. A test of p == 0 would
+    # make Inductor store p, which takes MiBs at K = 64 ids (seen on torch 2.13).
     gradient = torch.where(log_p < least_exponent(log_p.dtype), 0, log_p.exp() * slope)
     if terms.u is None:
         return gradient
@@ -241,8 +242,8 @@ def _entry(terms, slope, log_p, column, start, sizes) -> Tensor:
 
 
 def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:
-    """Divides by the temperature and rounds. Rows that are wholly -inf or have no upstream gradient
-    get 0.
+    """Divides by the temperature and rounds to ``dtype``. Rows that are wholly -inf, or whose
+    upstream gradient is 0, get 0.
     """
     live, maximum = terms.a != 0, saved[..., :1]
     if terms.u is not None:
