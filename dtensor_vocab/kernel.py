@@ -32,10 +32,10 @@ from dtensor_vocab.row_blocks import ALIGNMENT, in_blocks, in_chunks
 __all__ = ["kernel", "merge_kernel"]
 
 EAGER_BLOCK = 1 << 18
-"""How many logits the eager fallback works on at once: 1 MiB of them in fp32."""
+"""How many logits the eager fallback processes at once, which take 1 MiB in fp32."""
 INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1 << 10}
-"""Inductor stores long expressions by default, which then takes buffers of the logits' size (two
-for the terms of ``js_div``, seen on torch 2.11)."""
+"""By default Inductor stores long expressions in buffers of the logits' size (two for the terms of
+``js_div``, seen on torch 2.11)."""
 GPU_OPTIONS: dict[str, Any] = {
     "use_fast_math": True,  # Exponentials then take fewer instructions.
     "split_reductions": False,  # Otherwise the rows of the first call decide for all calls.
@@ -82,7 +82,7 @@ def kernel(
 
 
 def merge_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a function of ``stats [rows, shards, S]``, too small to be taken in blocks."""
+    """Like :func:`kernel`, for a function of ``stats [rows, shards, S]``, which need no blocks."""
     return _kernel(fn, fn)
 
 
@@ -229,7 +229,7 @@ def _normalize(arg: Any, device: torch.device) -> Any:
 
 
 def _variant(arg: Any) -> Any:
-    """The properties that a compiled kernel specialises on. Dynamo makes constants of 0 and 1."""
+    """The properties that a compiled kernel specialises on. Dynamo treats 0 and 1 as constants."""
     if isinstance(arg, Tensor):
         sizes = tuple(min(size, 2) for size in arg.shape)
         strides = tuple(min(stride, 2) for stride in arg.stride())

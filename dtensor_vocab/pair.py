@@ -1,8 +1,7 @@
 """Statistics and gradients of two softmaxes that are compared row by row.
 
 Over its own columns, a shard computes for each row, in one read of the logits a and b, the maximum
-m and the sum s of either (see :mod:`~dtensor_vocab.softmax`) and, for a KL divergence, the cross
-term
+m and the sum s of each (see :mod:`~dtensor_vocab.softmax`) and, for a KL divergence, the cross term
 
     c = Σ_v e^(a_v - m_A) ((a_v - m_A) - (b_v - m_B))
 """
@@ -69,11 +68,11 @@ def _new_stats(a, b, vocab_start, cross) -> Tensor:
 
 
 def cross_scale() -> float:
-    """The cross term is sent times this, one over the largest number of columns in fp32: finite
-    masks would overflow it otherwise.
+    """The cross term is sent multiplied by this, because large finite masks would overflow it. It is
+    one over the largest number of columns that fp32 logits may have.
 
-    It is a function, because a global float is an input of a kernel, for which each call makes a
-    tensor on the CPU (seen on torch 2.13).
+    A global float would be an input of the kernels, for which each call makes a tensor on the CPU
+    (seen on torch 2.13).
     """
     return 2.0**-24
 
@@ -109,7 +108,7 @@ def _sums(a, b, temperature, cross, sum_dtype) -> list[Tensor]:
     if sum_dtype == torch.float64:
         terms = torch.where(mass > 0, mass * (x - y), without_mass)
         c = terms.sum(-1, dtype=torch.float64) * cross_scale()
-    else:  # scaled before the sum, which might overflow
+    else:  # Scale before the sum, which might overflow.
         c = torch.where(mass > 0, mass * ((x - y) * cross_scale()), without_mass).sum(-1)
     return [*sums, c.to(a.dtype)]
 
@@ -123,7 +122,7 @@ def merge_sums(
     *,
     temperature: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """M_A, S_A, M_B, S_B and, where it is given, C scaled like ``c``, of ``[rows, shards]``."""
+    """Merges ``[rows, shards]`` into M_A, S_A, M_B, S_B and, if c is given, C, scaled alike."""
     maximum_a, total_a, shift_a = merge_norms(m_a, s_a, temperature)
     maximum_b, total_b, _ = merge_norms(m_b, s_b, temperature)
     if c is None:
@@ -143,7 +142,7 @@ def log_probs(
     start: Tensor | int,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """log p of both, where ``norms`` starts with M and log S of both; for use inside a kernel."""
+    """log p of both, inside a kernel. ``norms`` starts with M and log S of ``a``, then of ``b``."""
     maximum_a, log_sum_a, maximum_b, log_sum_b = norms[..., :4].split(1, dim=-1)
     dtype = math_dtype(a, b)
     x_a, x_b = (to_math(x, start, sizes, dtype) for x in flat(a, b))
@@ -158,12 +157,13 @@ class PairGradient:
     """The gradient operators of an op on two softmaxes, declared by its formula.
 
     As the decorator ``@PairGradient("name")`` of ``gradients(grad, saved, log_p_a, log_p_b,
-    *options)``, which returns both for temperature 1, it registers ``name_backward``, for one of
-    them, and ``name_backward_both``. They take ``(grad, saved, a, b, temperature, vocab_start,
-    sizes, *options)`` and, for one, ``to_a``. ``saved [*, 5+]`` starts with M and log S of ``a``, M
-    and log S of ``b``, and a value that is +inf where there is no gradient.
+    *options)``, which returns both gradients for temperature 1, it registers two operators:
+    ``name_backward_both``, and ``name_backward`` for one of the gradients. They take ``(grad,
+    saved, a, b, temperature, vocab_start, sizes, *options)``, and ``name_backward`` also ``to_a``.
+    ``saved [*, 5+]`` starts with M and log S of ``a``, M and log S of ``b``, and a value that is
+    +inf where there is no gradient.
 
-    The formula is part of the kernel, which drops what only the other gradient needs.
+    The formula is part of the kernel. The kernel for one gradient omits the terms of the other.
     """
 
     def __init__(self, name: str) -> None:
@@ -249,8 +249,8 @@ def _by_row(
 def _in_autograd(
     backward: torch.library.CustomOpDef, backward_both: torch.library.CustomOpDef
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two functions of a gradient that ``PerToken`` takes, for a ``forward(a, b,
-    temperature, vocab_start, sizes, *options)``.
+    """``keep`` and ``gradients`` for a ``PerToken`` with ``forward(a, b, temperature, vocab_start,
+    sizes, *options)``.
     """
 
     one, both = overload(backward), overload(backward_both)

@@ -1,4 +1,4 @@
-"""The arguments of kernels by row, some rows of them at a time, and rows in chunks of columns."""
+"""Splits the arguments of kernels into rows and blocks of rows, and rows into chunks of columns."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ BLOCKS_TO_FILL_A_GPU = 256
 
 
 class ByRow:
-    """The arguments of a kernel by row: logits ``[*, V]`` as ``[rows, V]``, if that is a view.
+    """Reshapes the arguments of a kernel: logits ``[*, V]`` become ``[rows, V]``, if as a view.
 
-    Otherwise, as for ``[B, S + 1, V][:, :-1]``, they have as few leading dims as are a view, and
-    are flat inside of kernels alone. An empty shard reads as one column without mass.
+    If not, as for ``[B, S + 1, V][:, :-1]``, they keep as few leading dims as a view allows, and
+    only the kernel flattens them. An empty shard becomes one column of -inf.
     """
 
     def __init__(self, *logits: Tensor) -> None:
@@ -42,9 +42,9 @@ class ByRow:
     def __call__(self, values: Tensor | None) -> Tensor | None:
         """``values [*]`` or ``[*, K]`` as ``[rows, K]``; one value for all rows (0-d) stays one.
 
-        On CPUs they are contiguous for K = 1: each pattern of strides is compiled for, for instance
-        that of the gradient which ``sum()`` gives. A copy of many columns would take more memory,
-        and on a GPU a copy is one more launch.
+        For K = 1 the result is contiguous on CPUs, because each pattern of strides, such as that of
+        the gradient of ``sum()``, would compile a kernel. For larger K a copy would take more
+        memory, and on GPUs it is one more launch.
         """
         if values is None or (values.dim() == 0 and self.ndim > 1):
             return values
@@ -54,7 +54,7 @@ class ByRow:
 
 
 def _merged_sizes(logits: Sequence[Tensor]) -> list[int]:
-    """Sizes of the leading dims, those merged that can be in a view of each of the logits."""
+    """Sizes of the leading dims after merging those that a view of every tensor can merge."""
     sizes: list[int] = []
     last: tuple[int, ...] = ()
     for dim, size in enumerate(logits[0].shape[:-1]):
@@ -70,10 +70,11 @@ def _merged_sizes(logits: Sequence[Tensor]) -> list[int]:
 
 
 def flat(*logits: Tensor) -> tuple[Tensor, ...]:
-    """``logits [*, V]`` as ``[rows, V]``: in compiled code no copy, whatever their strides."""
+    """``logits [*, V]`` as ``[rows, V]``. In compiled code this copies nothing for any strides."""
     for x in logits:
         _guard_alignment(x)
-    rows = logits[0].shape[:-1].numel()  # one number for all, or their loops are not fused
+    # One number of rows for all tensors, since Inductor does not fuse loops of different ones.
+    rows = logits[0].shape[:-1].numel()
     return tuple(x.reshape(rows, x.shape[-1]) for x in logits)
 
 
@@ -82,7 +83,10 @@ ALIGNMENT = 16
 
 
 def _guard_alignment(x: Tensor) -> None:
-    """Tells Inductor, by guards, which size and strides are multiples of ``ALIGNMENT``."""
+    """Tells Inductor which sizes and strides are multiples of ``ALIGNMENT``.
+
+    Dynamo guards on the outcome of each comparison, although no code depends on it.
+    """
     if x.device.type == "cpu":
         return
     for number in (x.shape[-1], *x.stride()[:-1]):
@@ -91,12 +95,12 @@ def _guard_alignment(x: Tensor) -> None:
 
 
 CHUNK_COLUMNS = 1024
-"""Columns that one program of a GPU takes. Inductor keeps this many in registers, so that it reads
-them once and takes one exponential of each."""
+"""Columns that one GPU program processes. Inductor keeps this many in registers, so it reads each
+column once and computes one exponential for it."""
 
 
 def in_chunks(x: Tensor) -> bool:
-    """Whether statistics of ``x`` are those of chunks of columns, merged as shards are.
+    """Whether to compute statistics of ``x`` by chunks of columns, which are merged like shards.
 
     Inductor's Triton code then reads the logits once (seen on torch 2.14.1). On torch 2.13.0 it
     reads the chunks twice and takes more instructions than without chunks.
@@ -105,7 +109,7 @@ def in_chunks(x: Tensor) -> bool:
 
 
 def chunked(x: Tensor, filler: float) -> Tensor:
-    """``x [rows, V]`` as ``[rows, chunks, CHUNK_COLUMNS]``, the last chunk filled up."""
+    """``x [rows, V]`` as ``[rows, chunks, CHUNK_COLUMNS]``, the last padded with ``filler``."""
     chunks = -(-x.shape[-1] // CHUNK_COLUMNS)
     missing = chunks * CHUNK_COLUMNS - x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, missing), value=filler)
@@ -154,9 +158,9 @@ def _blocks(args: Sequence[Any], rows: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _take(args: Sequence[Any], first: int, entries: int) -> tuple[Any, ...]:
-    """Some entries of the first argument's first dim, and the rows of the others for them.
+    """Some entries of the first argument's first dim, and the rows of the others that belong there.
 
-    One entry of ``[*, rows, V]`` has a dim less.
+    A single entry of ``[*, rows, V]`` loses that dim.
     """
 
     def part(arg: Any) -> Any:
