@@ -2,5 +2,5 @@
 
 import warnings
 
-# Every process that compiles warns that there is no NumPy, which torch does not need.
+# Without NumPy, which torch does not need, every process that compiles warns.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")

@@ -1,8 +1,7 @@
-"""The ops as one writes them in PyTorch on the full vocabulary: to compare with, and to check.
+"""The ops in plain PyTorch on the full vocabulary, as a baseline and a reference.
 
-Half-precision logits are computed in fp32, as losses usually are. On fp64 logits these functions
-are the reference that every provider's values are checked against. The training job on one rank
-uses them too.
+The math is in fp32 for half-precision logits, as in most losses. On fp64 logits these functions are
+the reference for the values of every provider. The training job on one rank uses them too.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def topk_kl_div(student: Tensor, teacher_logprobs: Tensor, teacher_ids: Tensor) -> Tensor:
-    """Forward, with a bucket for the rest of both masses."""
+    """Forward KL, with a bucket for all other tokens."""
     log_s = log_softmax(student).gather(-1, teacher_ids)
     log_t = teacher_logprobs
     rest_s, rest_t = (torch.log1p(-log_p.exp().sum(-1)) for log_p in (log_s, log_t))

@@ -31,7 +31,7 @@ def above_zero(text: str) -> float:
 
 
 def writable(text: str) -> Path:
-    """A file that can be written. One that does not exist is not created."""
+    """A file that can be written. The check does not create the file."""
     path = Path(text)
     existed = path.exists()
     try:

@@ -13,9 +13,9 @@ from bench.measure.ops import COMPILED, GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, 
 __all__ = ["Case", "Group", "Run", "gradient_bytes", "groups", "logits_bytes"]
 
 LARGEST_TO_GROW = 1 << 28
-"""Logits beyond this number are not measured at four times the rows and the vocabulary too."""
+"""Cases of more logits are not also measured at 4 times the rows and 4 times the vocabulary."""
 SMALL = (8, 64)
-"""Logits so few that a call takes its fixed cost."""
+"""A shape so small that a call takes no longer than its fixed cost."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """A case as one provider does it."""
+    """A case, computed by one provider."""
 
     case: Case
     provider: str

@@ -1,4 +1,4 @@
-"""Checks what a provider returns against fp64 on the full vocabulary, before it is timed."""
+"""Checks a provider's results against fp64 on the full vocabulary, before they are timed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-4, t
 
 
 def sample(op: Op, full: Tensor) -> Tensor:
-    """A copy of what is checked of an input, or of a tensor with its rows: first to last."""
+    """A copy of the rows to check, evenly spaced from first to last, of an input or a result."""
     if op.couples_rows:
         return full.detach().clone()
     count = 2 if op.sliced else min(CHECKED_ROWS, full.shape[0])
@@ -36,9 +36,10 @@ def check(
     gradients: Sequence[Tensor],
     gradients_are_sums: bool = False,
 ) -> None:
-    """Raises where outputs, or gradients for ``upstream``, are not those of ``op.naive``.
+    """Raises if outputs, or gradients for ``upstream``, are not those of ``op.naive``.
 
-    Gradients that are the sum of rounded ones are held to the rounding of the largest.
+    ``gradients_are_sums`` tells that several rounded gradients were added up. The tolerance is then
+    the rounding of the largest entry.
     """
     inputs = {name: _wide(values) for name, values in samples.items()}
     leaves = [inputs[name].requires_grad_() for name in op.gradients]

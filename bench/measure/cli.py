@@ -33,7 +33,7 @@ SHAPES = {
 FAMILIES = list(dict.fromkeys(op.family for op in OPS.values()))
 QUICK_OPS, QUICK_SHAPE = ("logprobs", "kl_div"), (64, 1002)
 ROUNDS = 5
-"""How often each run is timed."""
+"""How many times each run is timed."""
 TESTS = Path(__file__).parents[2] / "tests"
 
 
@@ -62,30 +62,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description="Times every op, forward and backward, and measures its memory, beside naive "
-        "eager PyTorch, torch.compile of it and, on several ranks, a gather and loss_parallel. "
-        "On a GPU the tests that need one run first.",
+        description="Measures time and memory of every op, forward and backward, of naive eager "
+        "PyTorch, of the same under torch.compile and, on several ranks, of naive code on gathered "
+        "logits and of loss_parallel. On a GPU, the tests that need one run first.",
     )
     add = parser.add_argument
-    add("--op", choices=FAMILIES, help="measure one op alone, in all its forms")
-    add("--rows", type=at_least(1), help="in place of the rows of each case")
+    add("--op", choices=FAMILIES, help="measure only this op, in all its forms")
+    add("--rows", type=at_least(1), help="number of rows, in place of that of each case")
     add(
         "--vocab",
         type=at_least(K + 1),
-        help=f"in place of the vocabulary of each case, above {K}, the number of ids per row",
+        help=f"vocabulary, in place of that of each case; more than {K}, the ids per row",
     )
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--ranks", type=at_least(1), help="measure on this number of ranks alone, not on 1 and 2")
+    add("--ranks", type=at_least(1), help="measure on this many ranks only, instead of on 1 and 2")
     add("--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--json", type=writable, metavar="FILE", help="write the results there too")
+    add("--json", type=writable, metavar="FILE", help="also write the results to this file")
     add("--quick", action="store_true", help="measure a few small cases once")
     add(
         "--plot",
         type=writable,
         metavar="FILE.svg",
-        help="draw time and memory against the vocabulary instead",
+        help="instead, draw time and memory against the vocabulary",
     )
-    add("--first-call", action="store_true", help="time the first calls, which compile, instead")
+    add("--first-call", action="store_true", help="instead, time the first calls, which compile")
     return parser
 
 
@@ -108,7 +108,7 @@ def _cpu_model() -> str:
 def _measure_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     selected = _selected(options)
     if not selected:
-        parser.error(f"--op {options.op}: is measured on several ranks")
+        parser.error(f"--op {options.op}: expected several ranks, got {options.ranks or 1}")
     start, status = time.perf_counter(), 0
     if options.device == "cuda" and not options.quick:
         status = subprocess.run([sys.executable, "-m", "pytest", "-m", "cuda", TESTS]).returncode
@@ -142,7 +142,7 @@ def _selected(options: argparse.Namespace) -> list[Group]:
         counts = [count for count in counts if count <= torch.cuda.device_count()]
     ops = QUICK_OPS if options.quick else [name for name in FAMILIES if name != "step"]
     ops = [options.op] if options.op else ops
-    selected = {}  # an ordered set, since the smallest case is the same for all shapes
+    selected = {}  # An ordered set: the smallest case is the same for all shapes.
     for ranks in counts:
         shapes = [QUICK_SHAPE] if options.quick else SHAPES[options.device][min(ranks, 2)]
         for rows, vocab in shapes:
@@ -152,7 +152,7 @@ def _selected(options: argparse.Namespace) -> list[Group]:
                     selected[group] = None
     if not options.quick:
         return list(selected)
-    first: dict[tuple[int, str], Group] = {}  # the first form of each op, in one shape
+    first: dict[tuple[int, str], Group] = {}  # The first form of each op, in one shape.
     for group in selected:
         case = group[0].case
         same = tuple(run for run in group if run.case == case)

@@ -1,7 +1,7 @@
 """``python -m bench --first-call``: the time that compiling takes, op by op.
 
-Each op runs forward and backward once in a process of its own, first with an empty Inductor cache,
-then with the cache that the first left behind.
+Each op runs forward and backward once in each of two new processes. The first starts with an empty
+Inductor cache, the second with the cache of the first.
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ def _distinct_ids(rows: list[int], k: int, vocab: int, random: torch.Generator) 
 
 
 def _with_distinct_highest(logits: Tensor, k: int, random: torch.Generator) -> Tensor:
-    """Half precision has equal logits among the highest: which of them is found would be open."""
+    """Makes the highest logits differ. In half precision some would be equal, so that providers may
+    select different ones.
+    """
     *rows, vocab = logits.shape
     highest = 8.5 + torch.arange(k, device=logits.device) / 16  # exact in bfloat16
     ids = _distinct_ids(rows, k, vocab, random)
@@ -69,7 +71,7 @@ def _with_distinct_highest(logits: Tensor, k: int, random: torch.Generator) -> T
 
 
 def place(name: str, full: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """An input as the ops take it: on several ranks, with this one's part of the vocabulary."""
+    """An input as the ops take it: on several ranks, a DTensor that may shard the vocabulary."""
     if mesh is None or name not in ON_MESH:
         return full
     dim = vocab_dim(name, full)

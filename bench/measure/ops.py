@@ -1,4 +1,4 @@
-"""The measured functions: each op of the package, the same in plain PyTorch, and alternatives."""
+"""The functions to measure: each op, the same in plain PyTorch, and alternatives (providers)."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class Op:
     ours: Function
     naive: Function
     passes: int = 0
-    """How often forward and backward must read or write a tensor of the logits' size, at least."""
+    """The least number of reads and writes of tensors of the logits' size, over both passes."""
     gradients: tuple[str, ...] = ("logits",)
-    """The inputs that need one."""
+    """The inputs that require a gradient."""
     k: int | None = None
     """Ids per position."""
     results: int = 0
-    """Bytes of the results of a row, where they are many."""
+    """Bytes per row of the results, if they are many."""
     distinct: bool = False
-    """Whether the highest logits, which are picked, must not be equal."""
+    """Whether the highest logits must differ, because the op selects them."""
     sliced: bool = False
     """Whether the logits are ``[:, :-1]`` of longer ones."""
     loss_parallel: Function | None = None

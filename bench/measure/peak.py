@@ -1,4 +1,4 @@
-"""The highest use of memory during a call, above what is in use before it."""
+"""The peak of the memory in use during a call, above the memory in use before it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def peak_above_inputs(call: Callable[[], object], device: torch.device) -> int:
         call()
         return torch.cuda.max_memory_allocated(device) - before
     return_freed_blocks()
-    (PROCESS / "clear_refs").write_text("5")  # The recorded peak starts anew.
+    (PROCESS / "clear_refs").write_text("5")  # Reset the recorded peak.
     before = resident("VmHWM")
     call()
     return resident("VmHWM") - before
@@ -41,7 +41,7 @@ def resident(field: str = "VmRSS") -> int:
 
 
 def return_freed_blocks() -> None:
-    """Makes glibc return freed memory to the system, so that resident memory is in use.
+    """Makes glibc return freed memory to the system, so that resident memory is memory in use.
 
     Call it before anything is allocated, because blocks freed earlier are reused. It slows
     allocation down: call :func:`keep_freed_blocks` before timing.
@@ -50,7 +50,7 @@ def return_freed_blocks() -> None:
 
 
 def keep_freed_blocks() -> None:
-    """Sets glibc as it sets itself in a process that has freed large blocks."""
+    """Gives glibc the thresholds that it adapts to after large blocks have been freed."""
     _set_malloc(mmap_from=32 << 20, trim_from=64 << 20)
 
 

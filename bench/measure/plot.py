@@ -14,7 +14,7 @@ VOCABULARIES = {"cpu": [8016, 16032, 32064, 64128, 128256], "cuda": [16032, 3206
 ROWS = {"cpu": 512, "cuda": 8192}
 ROUNDS = 5
 PROVIDERS = {1: (OURS, NAIVE, NAIVE + COMPILED), 2: (OURS, GATHER, LOSS_PARALLEL)}
-STYLES = {  # Okabe and Ito's colours, which colour-blind readers tell apart
+STYLES = {  # Okabe and Ito's colours, which colour-blind readers can tell apart.
     OURS: ("#0072b2", "o", "-"),
     NAIVE: ("#d55e00", "s", "--"),
     NAIVE + COMPILED: ("#009e73", "^", "-."),
@@ -45,7 +45,7 @@ def _draw(
     import matplotlib
 
     matplotlib.use("svg")
-    # Text stays text, and the same results give the same file.
+    # Keep text as text, and make the same results give the same file.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "dtensor_vocab"})
     from matplotlib import pyplot
 

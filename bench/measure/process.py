@@ -1,7 +1,7 @@
-"""Measures the runs of a group in turns, each in fresh processes of its own.
+"""Measures the runs of a group in turns, each in new processes of its own.
 
-The processes of a group get ready at the same time. While one run is timed the others wait, so
-what is compared was measured at the same moment.
+The processes of a group get ready at the same time. While one run is timed the others wait. The
+runs that are compared are therefore measured within the same minutes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["BenchError", "Result", "copy_bandwidth", "measure"]
 THREADS = torch.get_num_threads()
 """Threads of all ranks together: ``OMP_NUM_THREADS``, or the number of cores."""
 ENOUGH_S, MIN_ROUNDS = 0.8, 3
-"""After so many seconds and rounds a run is timed no more."""
+"""A run that has been timed for this many seconds and rounds is not timed again."""
 PATIENCE_S = 300
-"""How long a process may take for an answer, which includes compilation."""
+"""How long to wait for an answer of a process, which may have to compile."""
 PRELOADED = ["bench.measure.process", "torch._inductor.compile_fx"]
 MIB = 1 << 20
 LARGE_COPY = {"cpu": 256 * MIB, "cuda": 2048 * MIB}
 MOST_CALLS, MOST_LOGITS = 50, {"cpu": 1 << 20, "cuda": 1 << 34}
-"""Bounds of how often one timing repeats a call, and of the logits in all of these calls."""
+"""Upper bounds of the calls in one timing, and of the logits in all of these calls."""
 
 
 class BenchError(RuntimeError):
@@ -153,13 +153,13 @@ def _processes(run: Run | None, device: str) -> Iterator[_Processes]:
 
 
 def _serve(pipe: Connection, run: Run | None, rank: int, rendezvous: str, device: str) -> None:
-    """Reports when it is ready, then answers the names of methods with their results.
+    """Reports that it is ready, then runs the methods whose names it receives.
 
-    Answers are pairs, of whether it succeeded and the result or the error.
+    An answer is a pair: whether the method succeeded, and its result or the error.
     """
-    warnings.filterwarnings("error", "dtensor_vocab")  # kernels that do not compile
+    warnings.filterwarnings("error", "dtensor_vocab")  # Fail if kernels run eagerly.
     torch._inductor.config.compile_threads = 1  # Otherwise each process starts compilers.
-    # Its key does not contain the rank, so a rank would take the code of another shard.
+    # The key of this cache has no rank, so a rank would run code that was compiled for another.
     torch._functorch.config.enable_autograd_cache = False
     ranks = 1 if run is None else run.case.ranks
     if device == "cuda":
@@ -202,7 +202,7 @@ def _context(run: Run | None) -> contextlib.AbstractContextManager[Any]:
 
 
 class Machine:
-    """The copy of a large tensor, and a check of how memory is measured."""
+    """Measures the copy of a large tensor, and checks the measurement of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -262,7 +262,7 @@ class Measured:
         for _ in range(3 if self.ours else 1):
             self._restore()
             peaks.append(peak_above_inputs(self._call, self.device))
-        return min(peaks)  # The first call may allocate what stays.
+        return min(peaks)  # The first call may allocate memory that later calls reuse.
 
     def _restore(self) -> None:
         """Puts back the logits that a gradient has overwritten."""
@@ -288,7 +288,7 @@ def _seconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """The mean time of ``call``, without ``before``, which runs before each."""
+    """The mean time of ``call``, excluding that of ``before``, which runs before each call."""
     if device.type == "cpu":
         total = 0.0
         for _ in range(calls):
@@ -298,7 +298,7 @@ def _seconds(
             total += perf_counter() - start
         return total / calls
     before()
-    call()  # The caching allocator gets its memory.
+    call()  # Let the caching allocator reserve memory.
     events = []
     for _ in range(calls):
         before()

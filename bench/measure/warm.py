@@ -1,6 +1,6 @@
-"""Loads and sets up what every first compilation needs. Processes are forked after it.
+"""Loads the modules that a first compilation needs, before processes are forked.
 
-It compiles with one thread, because a fork keeps no others.
+It compiles with one thread, because a fork has no other threads.
 """
 
 import torch
