@@ -3,11 +3,11 @@
     python -m bench.train                           two ranks, tensor parallel
     python -m bench.train --dp 2 --tp 2 --compile   four, with FSDP2 over dp
 
-The first phase is cross-entropy on real text. The second is policy gradient with an entropy
-bonus and reverse KL to the frozen model of the first: the model guesses the next word and is
-rewarded where the guess is right. Then the whole run is repeated on one rank, with a model of
-plain tensors and with losses written in plain PyTorch on the whole vocabulary, and the largest
-differences are printed. The exit status is 1 if rounding does not explain them.
+The first phase trains with cross-entropy on real text. The second is policy gradient with an
+entropy bonus and reverse KL to the frozen model of the first phase: the model guesses the next word
+and is rewarded if the guess is right. Then one rank repeats the whole run, with a model of plain
+tensors and with losses in plain PyTorch on the whole vocabulary. The largest differences are
+printed, and the exit status is 1 if rounding does not explain them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from bench.train.model import HEAD_DIM
 from bench.train.text import text_words
 
 FP32_ALLOWS = {"loss": 2e-5, "gradient norm": 5e-4, "weight": 2e-5}
-"""Several times what the default run shows, which is less than the one rank differs from itself in
-fp64. The gradient norm is relative, and torch sums it less exactly than the rest."""
+"""The largest allowed differences, several times those of the default run. (The default run differs
+less from the run on one rank than that run differs from the same in fp64.) That of the gradient
+norm is relative, and larger because torch sums the norm less exactly."""
 
 BF16_ALLOWS = {"loss": 1e-2, "gradient norm": 5e-2, "weight": 6e-2}
-"""About four times what bf16 changes in the default run on the one rank."""
+"""About four times the differences between fp32 and bf16 in the default run on one rank."""
 
 
 def differences(outcome: Outcome, reference: Outcome) -> dict[str, float]:
@@ -45,8 +46,8 @@ def differences(outcome: Outcome, reference: Outcome) -> dict[str, float]:
 
 
 def passes(found: dict[str, float], allowed: dict[str, float]) -> bool:
-    """Prints differences, and says whether all are allowed."""
-    good = {what: value <= allowed[what] for what, value in found.items()}  # and never NaN
+    """Prints the differences and returns whether all are allowed."""
+    good = {what: value <= allowed[what] for what, value in found.items()}  # False for NaN.
     for what, value in found.items():
         verdict = "ok" if good[what] else "TOO LARGE"
         print(f"largest difference of {what:<13}  {value:.1e}  of {allowed[what]:.0e}  {verdict}")
@@ -84,7 +85,7 @@ def parse(argv: list[str] | None) -> tuple[Job, str, int, int]:
         if value % divisor:
             parser.error(f"argument {what}: expected a multiple of {divisor}, got {value}")
     if -(-args.vocab // args.tp) * (args.tp - 1) >= args.vocab:
-        # torch looks nothing up in an embedding of which a rank holds no rows
+        # torch cannot look up ids in an embedding if a rank holds no rows of it.
         words = f"words for each of {args.tp} ranks"
         parser.error(f"argument --vocab: expected {words}, got {args.vocab}")
     job = Job(**{field.name: getattr(args, field.name) for field in fields(Job)})

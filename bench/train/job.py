@@ -1,9 +1,8 @@
 """The training job: cross-entropy, then policy gradient, on a mesh of ranks or on one alone.
 
-How the loss is scaled: an objective is a sum over positions, divided by the number of positions
-that count in the *global* batch, that is over all micro-batches and all dp ranks. FSDP2 averages
-gradients over dp, so every rank multiplies its part of the loss by dp. The ranks of tp all hold
-the same loss and need no factor.
+The loss is a sum over positions, divided by the number of positions that count in the *global*
+batch, over all micro-batches and all dp ranks. FSDP2 averages gradients over dp, so every rank
+multiplies its part of the loss by dp. All tp ranks hold the same loss and need no factor.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ FOREACH = False
 The gradients of weights that are replicated between sequence-parallel activations are ``Partial``.
 On torch 2.11.0, an in-place operator on a list (``torch._foreach_mul_``) scales a redistributed
 copy of such a tensor and drops it: ``clip_grad_norm_`` leaves the gradient unclipped, and SGD never
-decays the momentum, without an error. Operators on one tensor are right there, and torch 2.13.0 and
-2.14.1 are right in both ways. https://github.com/pytorch/pytorch/issues/163374 is of this kind.
+decays the momentum, without an error. Operators on single tensors are right on torch 2.11.0, and
+both kinds are right on torch 2.13.0 and 2.14.1. A similar report:
+https://github.com/pytorch/pytorch/issues/163374.
 """
 
 
@@ -94,7 +94,7 @@ def local(values: Tensor) -> Tensor:
 
 
 class Run:
-    """One run of a job, on the ranks of ``mesh`` (dp × tp), or on one rank without it."""
+    """One run of a job, on the ranks of ``mesh`` (dp × tp), or on one rank if it is None."""
 
     def __init__(
         self, job: Job, device: str, mesh: DeviceMesh | None, replayed: Outcome | None
@@ -106,7 +106,7 @@ class Run:
         self.cross_entropy = functools.partial(compile(cross_entropy), self.ops)
         self.policy_gradient = functools.partial(compile(policy_gradient), self.ops)
         self.model = self.build()
-        # Adam's steps would hide a factor in the gradients, and magnify rounding where they are 0
+        # Adam would hide a wrong factor in the gradients, and magnify their rounding near 0.
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=0.1, momentum=0.9, foreach=FOREACH
         )
@@ -128,13 +128,13 @@ class Run:
         return model(tokens)
 
     def share(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The micro-batches of this rank, of a batch that every rank knows."""
+        """This rank's micro-batches of ``rows``, a batch that is the same on every rank."""
         if self.mesh is not None:
             rows = rows.chunk(self.dp)[self.mesh["dp"].get_local_rank()]
         return rows.to(self.device).chunk(self.job.accumulate)
 
     def total(self, values: Tensor) -> Tensor:
-        """Summed over dp."""
+        """The sum of ``values`` over dp, in place."""
         if self.mesh is not None:
             dist.all_reduce(values, group=self.mesh["dp"].get_group())
         return values
@@ -148,7 +148,7 @@ class Run:
         return list(zip(self.share(rows[:, :-1]), self.share(target), strict=True))
 
     def update(self, losses: list[Callable[[], Tensor]], count: Tensor) -> None:
-        """One step of the optimizer, on the mean of what the micro-batches' ``losses`` sum."""
+        """One optimizer step on the sum of the micro-batches' ``losses``, divided by ``count``."""
         total = torch.zeros((), device=self.device)
         for i, loss in enumerate(losses, start=1):
             if isinstance(self.model, FSDPModule):
@@ -162,7 +162,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def clip(self) -> float:
-        """Clips the gradients' norm, and returns what it was."""
+        """Clips the norm of the gradients and returns the norm before clipping."""
         weights = list(self.model.parameters())
         if self.replayed is None:
             norm = torch.nn.utils.clip_grad_norm_(weights, self.job.clip, foreach=FOREACH)
@@ -215,9 +215,9 @@ class Run:
 
     @torch.no_grad()
     def sample(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """A word for each position by the Gumbel trick, the same on all ranks of tp.
+        """Draws a word for each position by the Gumbel trick, the same on all tp ranks.
 
-        Gathers the logits, which no loss does; elsewhere an inference engine samples.
+        This gathers the logits, unlike the losses. In practice an inference engine samples.
         """
         shape = (self.job.batch, self.job.length, self.job.vocab)
         noise = self.share(torch.empty(shape).exponential_(generator=self.noise).log())
@@ -238,11 +238,11 @@ def train(
     replayed: Outcome | None = None,
     progress: str = "",
 ) -> Outcome:
-    """Trains, and says under the name ``progress`` how it goes.
+    """Trains. Prints the progress, after the name ``progress``, if one is given.
 
-    With ``replayed`` it repeats a run and takes from it what rounding would tip into another
-    run: the guesses that were drawn, of the whole batch, and the norm by which gradients were
-    clipped, which torch sums up in fp32 and, on CPUs, with errors of 1e-4.
+    ``replayed`` is the outcome of a run to repeat. The guesses for the whole batch and the norm of
+    the gradients come from it, because rounding could change them enough to make another run: a
+    guess may flip, and torch sums the norm in fp32, on CPUs with errors of 1e-4.
     """
     run = Run(job, device, mesh, replayed)
     start = time.perf_counter()
@@ -260,7 +260,7 @@ def train(
     for step in range(1, job.steps + 1):
         run.cross_entropy_step()
         report(step, job.steps, f"cross-entropy {run.outcome.losses[-1]:.4f}")
-    frozen = run.build()  # used under no_grad alone, as sampling is: they share compiled code
+    frozen = run.build()  # Used under no_grad only, like sampling, to share its compiled code.
     frozen.load_state_dict(run.model.state_dict())
     for step in range(1, job.policy_steps + 1):
         run.policy_step(frozen)
@@ -279,14 +279,14 @@ def train_ranks(job: Job, device: str, dp: int, tp: int) -> Outcome:
 
 
 def train_one(job: Job, device: str, replayed: Outcome) -> Outcome:
-    """Repeats on one rank what ranks have trained."""
+    """Repeats on one rank the run of several ranks."""
     return train(job, device, replayed=replayed, progress="one rank")
 
 
 def merge(outcomes: list[Outcome], tp: int) -> Outcome:
     """The outcome of a run, from those of its dp × tp ranks."""
     for rank, outcome in enumerate(outcomes):
-        twin = outcomes[rank - rank % tp]  # holds the same rows
+        twin = outcomes[rank - rank % tp]  # The first tp rank with the same rows.
         if outcome.losses != outcomes[0].losses or not all(
             map(torch.equal, outcome.guesses, twin.guesses)
         ):

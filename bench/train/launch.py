@@ -16,14 +16,14 @@ import torch.multiprocessing as mp
 __all__ = ["launch"]
 
 TIMEOUT = timedelta(minutes=2)
-"""How long a rank waits for its peers: they may have kernels to compile."""
+"""How long a rank waits for its peers, which may have to compile kernels."""
 
 
 def launch(fn: Callable[..., Any], ranks: int, device: str, *args: Any) -> list[Any]:
-    """``fn(*args)`` of every rank, each a process: NCCL and a GPU each on cuda, else gloo.
+    """Runs ``fn(*args)`` in one process per rank and returns the results in the order of ranks.
 
-    ``fn`` is a function of a module's top level. If a rank fails the others are killed, and its
-    error is raised here.
+    Ranks have a GPU each and NCCL if ``device`` is cuda, otherwise gloo. ``fn`` must be defined at
+    the top level of a module. If a rank fails, the others are killed and its error is raised here.
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_run, (fn, ranks, device, folder, args), nprocs=ranks)
@@ -35,7 +35,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # it advises on the order of the all-gathers with which weights are collected at the end
+    # Hide the advice on the order of the all-gathers that collect the final weights.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     if device == "cuda":
         torch.cuda.set_device(rank)

@@ -31,11 +31,11 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
-        nn.init.normal_(self.head.weight, std=dim**-0.5 / 10)  # near uniform probabilities
+        nn.init.normal_(self.head.weight, std=dim**-0.5 / 10)  # Probabilities start nearly uniform.
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # The scale is customary, and it waits for the embedding's collective: a compiled block,
-        # given a tensor that is still in flight, would send it no gradient.
+        # The usual scale of embeddings. It also waits for the embedding's collective: backward of
+        # a compiled block returns no gradient for a tensor that is still in flight.
         x = self.embedding(tokens) * self.embedding.embedding_dim**0.5
         for block in self.blocks:
             x = block(x)
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # a rank that holds columns of the projections holds whole heads
+        # Each rank holds whole heads, since it holds columns of the projections.
         query, key, value = (
             project(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -84,7 +84,7 @@ class Mlp(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding of ``[B, heads, S, HEAD_DIM]``: positions need no weights."""
+    """Applies rotary position embeddings, which have no weights, to ``[B, heads, S, HEAD_DIM]``."""
     half = HEAD_DIM // 2
     position = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
     frequency = 1e-3 ** (torch.arange(half, device=x.device, dtype=torch.float32) / half)
@@ -95,10 +95,10 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh, bf16: bool, compile: bool) -> Decoder:
-    """Lays the model out over ``mesh`` (dp × tp), in place.
+    """Distributes the model over ``mesh`` (dp × tp), in place.
 
-    Over tp: columns and rows of the weight matrices, and the sequence in between. The head's
-    output stays a DTensor that shards the vocabulary. Over dp: FSDP2, which also casts to bf16.
+    tp shards columns or rows of the weight matrices, and the sequence between them. The head's
+    output stays a DTensor that shards the vocabulary. FSDP2 shards over dp, and casts to bf16.
     """
     gathered = PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
