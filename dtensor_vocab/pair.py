@@ -68,8 +68,8 @@ def _new_stats(a, b, vocab_start, cross) -> Tensor:
 
 
 def cross_scale() -> float:
-    """The cross term is sent multiplied by this, because large finite masks would overflow it. It is
-    one over the largest number of columns that fp32 logits may have.
+    """What the cross term is multiplied by before it is sent, because large finite masks would
+    overflow it: one over the largest number of columns that fp32 logits may have.
 
     A global float would be an input of the kernels, for which each call makes a tensor on the CPU
     (seen on torch 2.13).

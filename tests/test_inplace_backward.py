@@ -139,14 +139,15 @@ def test_rows_that_share_memory_are_refused(op: Op, way: str) -> None:
         op(*inputs.values(), inplace_backward=True)
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("op", FEW, ids=str)
-def test_compiled_code_makes_a_new_gradient(op: Op) -> None:
+def test_compiled_code_makes_a_new_gradient(op: Op, dynamic: bool) -> None:
     logits, *ids = draw(op).values()
     leaf = logits.clone().requires_grad_()
     (expected,) = torch.autograd.grad(op(leaf, *ids)[0].sum(), leaf)
     before = logits.clone()
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
     def loss(logits: Tensor) -> Tensor:
         return op(logits, *ids, inplace_backward=True)[0].sum()
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import dtensor_vocab as dv
+from dtensor_vocab import checks
+from dtensor_vocab.layout import Vocabulary, place_vocabulary
 from tests.ops import (
     AT_IDS,
     OP,
@@ -346,6 +348,21 @@ def test_empty_shards(op: Op, vocab: int, ranks: int) -> None:
     for name in op.logits:
         if name in op.differentiable:
             assert parts(observed.gradients[name])[ranks - 1].shape == (4, 0)
+
+
+@eager
+@pytest.mark.parametrize("op", [*PATHS, *named("cross_entropy")], ids=str)
+def test_operators_take_no_start_for_0(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain tensors on a GPU have none."""
+
+    def place(*args: Any) -> Vocabulary:
+        return place_vocabulary(*args)._replace(start=None)
+
+    monkeypatch.setattr(checks, "place_vocabulary", place)
+    inputs = draw(op, vocab=9)
+    for name in op.logits:
+        inputs[name] = torch.cat([inputs[name], torch.zeros(6, 2)], -1)
+    check(op, inputs, vocab_size=9)
 
 
 # ------------------------------------------------------------------ entropy and divergences

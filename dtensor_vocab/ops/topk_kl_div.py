@@ -186,8 +186,8 @@ class _Tail(NamedTuple):
 
 
 TAIL_FLOOR = 16
-"""1 - Q is clamped to the eps of the log q_k over this, so that its logarithm is finite. Rounding of
-the log q_k changes 1 - Q by about as much."""
+"""1 - Q is clamped to the eps of the log q_k over this, so that its logarithm is finite. Rounding
+of the log q_k changes 1 - Q by about as much."""
 TAIL_NOISE = 8
 """A 1 - Q of up to this many eps of the log q_k may be their rounding error alone."""
 
