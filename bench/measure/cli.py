@@ -123,7 +123,7 @@ def _measure_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -
             print(f"    {result}", flush=True)
         rows.append([_row(result, results, bandwidth, options.device) for result in results])
     lines = [line for group in rows for line in (SEPARATING_LINE, *([*r.values()] for r in group))]
-    formats = ("", "", "", "", "", ".2f", ".1f", ".2f", ".2f")
+    formats = ("", "", "", "", "", ".2f", ".2f", ".1f", ".2f", ".2f")
     table = tabulate(lines[1:], [*rows[0][0]], floatfmt=formats, missingval="-")
     print(f"\n{table}")
     if options.json:
@@ -165,8 +165,9 @@ def _row(result: Result, group: Sequence[Result], bandwidth: float, device: str)
     case = result.run.case
     plain = Run(case, NAIVE if case.ranks == 1 else GATHER)
     naive = next((other for other in group if other.run == plain), None)
-    moved = OPS[case.op].passes * logits_bytes(case)
-    bandwidth *= case.ranks if device == "cuda" else 1
+    # What the op cannot do without reading and writing, at the speed of a copy.
+    floor = OPS[case.op].passes * logits_bytes(case) / bandwidth
+    floor /= case.ranks if device == "cuda" else 1
     return {
         "op": case.op,
         "shape": " x ".join(map(str, case.shape)),
@@ -174,7 +175,8 @@ def _row(result: Result, group: Sequence[Result], bandwidth: float, device: str)
         "ranks": case.ranks,
         "provider": result.run.provider,
         "time (ms)": result.seconds * 1e3,
+        "floor (ms)": floor * 1e3 if floor else None,
         "peak (MiB)": result.peak / MIB,
-        "of copy bandwidth": moved / result.seconds / bandwidth if moved else None,
+        "floor to time": floor / result.seconds if floor else None,
         "to naive": result.seconds / naive.seconds if naive else None,
     }
