@@ -423,6 +423,14 @@ def test_divergence_is_never_negative(op: Op, layout: Layout | None) -> None:
 
 
 @eager
+@pytest.mark.parametrize("beta", [0.5, 0.1, 0.9])
+def test_jensen_shannon_at_any_distance(beta: float) -> None:
+    gap = torch.linspace(-100, 100, 2000).unsqueeze(-1)
+    student, teacher = torch.cat([gap, 0 * gap], -1), torch.cat([0 * gap, 0 * gap - 1], -1)
+    check(OP["js_div(beta=0.3)"], {"student": student, "teacher": teacher}, beta=beta)
+
+
+@eager
 def test_jensen_shannon_of_a_denormal_probability() -> None:
     """Its share in the mixture underflows to 0."""
     op = OP["js_div(beta=0.3)"].with_options(beta=0.999)

@@ -21,6 +21,8 @@ from tests.triton_code import PLAIN, SHARDED
 CHUNKED = torch.__version__ >= "2.14"
 """Statistics are of chunks of columns there, which Inductor keeps in registers. Before, a second
 loop reads the row again, of which the GPU's cache has a part."""
+VECTORS = torch.__version__ >= "2.13"
+"""On torch 2.11 Inductor does not learn from guards that rows are aligned."""
 READS = {
     "kl_div": 2 if CHUNKED else 5,
     # The norms of either side, then the terms of both.
@@ -61,7 +63,7 @@ def test_kernels_read_vectors_and_write_gradients_alone(
     for kernel in plain["kernels"]:
         assert kernel["spilled"] == 0
         searches = op.name == "topk_logprobs" and kernel["forward"]
-        assert kernel["widest"] >= 8 or searches
+        assert kernel["widest"] >= 8 or searches or not VECTORS
     forward = [kernel for kernel in plain["kernels"] if kernel["forward"]]
     backward = [kernel for kernel in plain["kernels"] if not kernel["forward"]]
     assert sum(kernel["stores"] for kernel in forward) == (str(op) in COPIES)

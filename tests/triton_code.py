@@ -34,7 +34,7 @@ from torch._inductor import config
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -104,6 +104,7 @@ def fake_a_gpu() -> None:
     torch.accelerator.is_available = always(False)
     torch._C._cuda_getCurrentRawStream = always(0)
     FakeTensorMode.avoid_device_init = property(always(True))
+    fake_tensor.init_gpu_context = always(None)
 
     allocate = torch._C._dynamo.guards
     allocate._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
