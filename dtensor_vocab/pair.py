@@ -32,7 +32,7 @@ from dtensor_vocab.numerics import (
 from dtensor_vocab.operators import operator, with_signature
 from dtensor_vocab.row_blocks import ByRow, chunked, flat, in_chunks
 
-__all__ = ["PairGradient", "cross_scale", "kl_div_stats", "log_probs", "merge_sums"]
+__all__ = ["PairGradient", "cross_scale", "kl_div_stats", "log_probs", "merge_pair_sums"]
 
 
 # ---- statistics of a shard
@@ -84,8 +84,8 @@ def _shard_stats(a, b, temperature, start, width, sizes, cross):
     covered = coverage(a, None, temperature, start, width, sizes)
     if in_chunks(a):
         a, b = chunked(a, -torch.inf), chunked(b, -torch.inf)
-        by_row = None if temperature is None else temperature.unsqueeze(-1)
-        sums = merge_sums(*_sums(a, b, by_row, cross, a.dtype), temperature=temperature)
+        by_chunk = None if temperature is None else temperature.unsqueeze(-1)
+        sums = merge_pair_sums(*_sums(a, b, by_chunk, cross, a.dtype), temperature=temperature)
     else:
         sums = _sums(a, b, temperature, cross, torch.float64)
     m_a, s_a, m_b, s_b, *c = sums
@@ -113,7 +113,7 @@ def _sums(a, b, temperature, cross, sum_dtype) -> list[Tensor]:
     return [*sums, c.to(a.dtype)]
 
 
-def merge_sums(
+def merge_pair_sums(
     m_a: Tensor,
     s_a: Tensor,
     m_b: Tensor,

@@ -134,14 +134,14 @@ def _sums(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
 def _sums_by_chunks(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
     """The same as ``_sums``, by merging the sums of chunks of columns like those of shards."""
     x = chunked(x, -torch.inf)
-    by_row = None if temperature is None else temperature.unsqueeze(-1)
+    by_chunk = None if temperature is None else temperature.unsqueeze(-1)
     if not summed:
-        return merge_sums(*_sums(x, by_row, None, sizes, False), temperature=temperature)
+        return merge_softmax_sums(*_sums(x, by_chunk, None, sizes, False), temperature=temperature)
     first = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32) * CHUNK_COLUMNS
     tokens = (tokens - first).clamp(0, CHUNK_COLUMNS)
     share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
-    m, s, w, t = _sums(x, by_row, tokens.unsqueeze(-1), sizes, True)
-    return merge_sums(m, s, w, t, share.expand(m.shape), temperature=temperature)
+    m, s, w, t = _sums(x, by_chunk, tokens.unsqueeze(-1), sizes, True)
+    return merge_softmax_sums(m, s, w, t, share.expand(m.shape), temperature=temperature)
 
 
 # ---- merge of the shards
@@ -160,7 +160,7 @@ class Softmax(NamedTuple):
     mean_log_p: Tensor | None
 
 
-def merge_sums(
+def merge_softmax_sums(
     m: Tensor,
     s: Tensor,
     w: Tensor,
@@ -180,7 +180,7 @@ def merge_sums(
 def merge_softmax(stats: Tensor, temperature: Tensor | None, summed: bool = False) -> Softmax:
     """Merges the shards' ``stats [rows, shards, S]``; for use inside a kernel."""
     columns = [stats[..., i] for i in (0, 1, 3, *(4, 5)[: 2 * summed])]
-    maximum, total, w, *t = merge_sums(*columns, temperature=temperature)
+    maximum, total, w, *t = merge_softmax_sums(*columns, temperature=temperature)
     log_sum = total.log()
     entropy = log_sum - w / total  # never negative, since S >= 1 and W <= 0
     mean_log_p = t[0] - log_sum if summed else None

@@ -48,7 +48,12 @@ def test_quick(tmp_path: Path) -> None:
         ("logprobs", 2, LOSS_PARALLEL),
     ]
     for row in results:
-        assert row["time (ms)"] > 0 and row["floor (ms)"] > 0 and row["floor to time"] > 0 and row["to naive"] > 0
+        assert (
+            row["time (ms)"] > 0
+            and row["floor (ms)"] > 0
+            and row["floor to time"] > 0
+            and row["to naive"] > 0
+        )
         assert f"{row['time (ms)']:.2f}" in done.stdout
 
 

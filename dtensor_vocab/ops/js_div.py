@@ -32,7 +32,7 @@ from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
 from dtensor_vocab.numerics import least_exponent, sum_in_fp64
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.kl_div import KLDiv
-from dtensor_vocab.pair import PairGradient, kl_div_stats, log_probs, merge_sums
+from dtensor_vocab.pair import PairGradient, kl_div_stats, log_probs, merge_pair_sums
 from dtensor_vocab.row_blocks import ByRow, stats_per_row
 
 __all__ = ["js_div"]
@@ -54,7 +54,9 @@ def _(stats, temperature):
 @merge_kernel
 def _norms(stats, temperature):
     m_s, s_s, covered, m_t, s_t = stats.unbind(-1)
-    maximum_s, total_s, maximum_t, total_t = merge_sums(m_s, s_s, m_t, s_t, temperature=temperature)
+    maximum_s, total_s, maximum_t, total_t = merge_pair_sums(
+        m_s, s_s, m_t, s_t, temperature=temperature
+    )
     norms = torch.stack([maximum_s, total_s.log(), maximum_t, total_t.log()], -1)
     return norms, passed_checks(covered)
 

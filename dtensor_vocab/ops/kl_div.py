@@ -31,7 +31,7 @@ from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
 from dtensor_vocab.numerics import scaled
 from dtensor_vocab.operators import operator
-from dtensor_vocab.pair import PairGradient, cross_scale, kl_div_stats, merge_sums
+from dtensor_vocab.pair import PairGradient, cross_scale, kl_div_stats, merge_pair_sums
 from dtensor_vocab.row_blocks import ByRow, stats_per_row
 
 __all__ = ["KLDiv", "kl_div"]
@@ -55,7 +55,7 @@ def _(stats, *_):
 @merge_kernel
 def _merged(stats, temperature):
     m_a, s_a, covered, m_b, s_b, c = stats.unbind(-1)
-    sums = merge_sums(m_a, s_a, m_b, s_b, c, temperature=temperature)
+    sums = merge_pair_sums(m_a, s_a, m_b, s_b, c, temperature=temperature)
     maximum_a, total_a, maximum_b, total_b, cross = sums
     log_sum_a, log_sum_b = total_a.log(), total_b.log()
     cross = (cross / total_a / cross_scale()).unsqueeze(-1)
