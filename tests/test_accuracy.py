@@ -50,7 +50,7 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy(reduction=none)": lambda logits, target: -at(logits, target),
 }
 MEASURED = [op for op in OPS if str(op) in COMPOSITES]
-SHARDED = [(OP["logprobs"], tp(2)), (OP["kl_div"], tp(2))]
+SHARDED = [(OP["kl_div"], tp(2))]
 
 
 @pytest.mark.parametrize("op, layout", [(op, None) for op in MEASURED] + SHARDED, ids=str)
@@ -123,22 +123,21 @@ def test_small_jensen_shannon_divergence_has_a_small_relative_error(
     assert (error < 2e-7 * value.sqrt() + 1e-5 * value).all()
 
 
-@pytest.mark.parametrize("layout", [None, tp(2)], ids=str)
 @pytest.mark.parametrize(
-    "dtype, k, options",
+    "k, options, layout",
     [
-        (torch.bfloat16, None, {}),
-        (torch.bfloat16, 3, {}),
-        (torch.bfloat16, None, {"temperature": 0.7, "vocab_size": 4001}),
+        (None, {}, None),
+        (3, {}, tp(2)),
+        (None, {"temperature": 0.7, "vocab_size": 4001}, tp(2)),
     ],
     ids=["one id", "3 ids", "temperature and padding"],
 )
 def test_three_ops_give_log_probabilities_of_the_same_bits(
-    dtype: torch.dtype, k: int | None, options: dict[str, Any], layout: Layout | None
+    k: int | None, options: dict[str, Any], layout: Layout | None
 ) -> None:
     """So exp(new - old) is exactly 1 where the two come from different ops on the same logits."""
     inputs = {
-        "logits": (2 * torch.randn(33, 4099)).to(dtype),
+        "logits": (2 * torch.randn(33, 4099)).bfloat16(),
         "index": torch.randint(4001, (33, k) if k else (33,)),
     }
 

@@ -129,7 +129,7 @@ def test_autocast_in_compiled_code_changes_no_bit(op: Op, eager_kernels: None) -
     assert_identical(call(outside, inputs, AUTOCAST), expected)
 
 
-@pytest.mark.parametrize("op", [OP["logprobs"], OP["kl_div"]], ids=str)
+@pytest.mark.parametrize("op", [OP["kl_div"]], ids=str)
 def test_autocast_changes_no_compiled_kernel(op: Op) -> None:
     inputs = draw(op, dtype=torch.bfloat16)
     assert_identical(call(op, inputs, AUTOCAST, AUTOCAST), call(op, inputs))
@@ -164,7 +164,7 @@ def test_inference_then_training(op: Op, eager_kernels: None) -> None:
     check_inference_then_training(compiled(loss_of(op), backend="aot_eager"), batch)
 
 
-@pytest.mark.parametrize("op", [OP["logprobs(K=3)"], OP["kl_div"]], ids=str)
+@pytest.mark.parametrize("op", [OP["logprobs(K=3)"]], ids=str)
 def test_inference_then_training_with_compiled_kernels(op: Op) -> None:
     batch = draw_batch(op)
     check_inference_then_training(loss_of(op), batch)

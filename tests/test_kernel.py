@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -431,30 +431,24 @@ class MemoryCase:
         return (first + torch.arange(*self.op.ids) if self.op.ids else first) % VOCAB
 
 
-def _memory_cases() -> Iterator[MemoryCase]:
-    for op in {op.name: op for op in reversed(OPS)}.values():
-        if op.ids:
-            op = replace(op, ids=(K,))
-        logits = tuple(name for name in op.logits if name in op.differentiable)
-        if "k" in op.options:
-            yield MemoryCase(op.with_options(k=K), logits, 1, results=ROWS * K * (4 + 8))
-            continue
-        yield MemoryCase(op, logits, len(logits))
-        if op.name == "kl_div":
-            yield MemoryCase(op, logits[:1], 1)
-        if op.name in ("logprobs", "kl_div"):
-            yield MemoryCase(op, logits[:1], 1, sliced=True)
-        if op.name == "logprobs":
-            in_place = {"inplace_backward": True}
-            yield MemoryCase(op, logits, 0, options=in_place)
-            op = replace(op, ids=(K,))
-            yield MemoryCase(op, logits, 1)
-            yield MemoryCase(op, logits, 0, options=in_place)
-        if op.name == "topk_kl_div":
-            yield MemoryCase(op.with_options(tail=True), logits, 1)
-
-
-MEMORY_CASES = {str(case): case for case in _memory_cases()}
+ONE, BOTH, IN_PLACE = ("logits",), ("student", "teacher"), {"inplace_backward": True}
+AT_K_IDS = replace(OP["logprobs"], ids=(K,))
+MEMORY_CASES = {
+    str(case): case
+    for case in (
+        MemoryCase(OP["logprobs"], ONE, 1),
+        MemoryCase(OP["logprobs"], ONE, 0, options=IN_PLACE),
+        MemoryCase(AT_K_IDS, ONE, 1),
+        MemoryCase(AT_K_IDS, ONE, 0, options=IN_PLACE),
+        MemoryCase(OP["kl_div"], BOTH, 2),
+        MemoryCase(OP["kl_div"], BOTH[:1], 1),
+        MemoryCase(OP["kl_div"], BOTH[:1], 1, sliced=True),
+        MemoryCase(OP["js_div(beta=0.3)"], BOTH, 2),
+        MemoryCase(OP["cross_entropy(reduction=none)"], ONE, 1),
+        MemoryCase(OP["topk_logprobs(k=3)"].with_options(k=K), ONE, 1, results=ROWS * K * (4 + 8)),
+        MemoryCase(replace(OP["topk_kl_div(tail=True,K=3)"], ids=(K,)), ("student",), 1),
+    )
+}
 
 
 @pytest.fixture(scope="module")
