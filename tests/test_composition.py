@@ -164,13 +164,6 @@ def test_inference_then_training(op: Op, eager_kernels: None) -> None:
     check_inference_then_training(compiled(loss_of(op), backend="aot_eager"), batch)
 
 
-@pytest.mark.parametrize("op", [OP["logprobs(K=3)"]], ids=str)
-def test_inference_then_training_with_compiled_kernels(op: Op) -> None:
-    batch = draw_batch(op)
-    check_inference_then_training(loss_of(op), batch)
-    check_inference_then_training(compiled(loss_of(op), backend="inductor"), batch)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", FEW, ids=str)
 def test_inference_then_training_on_ranks(op: Op, eager_kernels: None) -> None:

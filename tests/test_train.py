@@ -32,7 +32,7 @@ TINY_OPTIONS = "--steps 6 --policy-steps 2 --batch 8 --length 16 --vocab 301 --d
 
 
 def test_default_run_passes(capfd: pytest.CaptureFixture[str]) -> None:
-    assert train.main(TINY_OPTIONS.split()) == 0
+    assert train.main([*TINY_OPTIONS.split(), "--dp", "1"]) == 0
     out = capfd.readouterr().out
     assert out.count("  ok\n") == 3
     assert "one rank  step   2 of 2  policy loss" in out

@@ -1,7 +1,7 @@
 """Makes the Triton code of the kernels without a GPU, and prints what it does to the logits.
 
-    python -m tests.triton_code             some ops with kernels of their own
-    python -m tests.triton_code js_div      all ops whose name has this in it
+    python -m tests.triton_code
+    python -m tests.triton_code logprobs "js_div(beta=0.3)"     these ops alone
 
 One line of JSON tells of a call with plain tensors, or with DTensors.
 
@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
-from tests.ops import LOGITS, OP, OPS, PATHS, Op
+from tests.ops import LOGITS, OP, OPS, Op
 from tests.rank_zero import place
 from tests.test_no_sync import NoWaiting, without_engine
 
@@ -265,8 +265,20 @@ def spilled(cubin: bytes) -> int:
 
 # ------------------------------------------------------------------ ops
 
-PLAIN = [OP["logprobs"], *(op for op in PATHS if op.name not in ("entropy", "cross_entropy"))]
-SHARDED = [OP["logprobs(K=3)"], OP["kl_div"]]
+TESTED = [
+    OP[name]
+    for name in (
+        "logprobs",
+        "kl_div",
+        "js_div(beta=0.3)",
+        "topk_logprobs(k=3)",
+        "argmax",
+        "topk_kl_div(tail=True,K=3)",
+    )
+]
+"""Ops with kernels of their own."""
+SHARDED = [OP["logprobs"]]
+"""Those that run on DTensors too."""
 
 
 def arguments(op: Op, mesh: DeviceMesh | None) -> list[Tensor]:
@@ -334,11 +346,10 @@ def main() -> None:
     run_operators_on_fake_tensors()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh("cuda", (2,))
-    names = sys.argv[1:]
-    for op in [op for op in OPS if any(name in str(op) for name in names)] or PLAIN:
+    for op in [op for op in OPS if str(op) in sys.argv[1:]] or OPS:
         with MODE, Watch():
             print(json.dumps(run(op, applied)), flush=True)
-            if names or op in SHARDED:
+            if op in SHARDED:
                 print(json.dumps(run(op, applied, mesh)), flush=True)
 
 

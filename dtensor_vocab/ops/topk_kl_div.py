@@ -73,7 +73,8 @@ def topk_kl_div_stats(
         sizes,
         ignore_index,
     )
-    shard = in_blocks(_shard_stats, (logits, *args), TAIL_BLOCK // logits.shape[-1])
+    block = TAIL_BLOCK if logits.device.type == "cpu" else TAIL_BLOCK_ON_GPUS
+    shard = in_blocks(_shard_stats, (logits, *args), block // logits.shape[-1])
     return shard.view(stats.shape)
 
 
@@ -89,6 +90,9 @@ def _new_stats(student, ids, vocab_start) -> Tensor:
 
 TAIL_BLOCK = 1 << 21
 """How many logits one block of the sum over the tail holds. The kernel copies the block."""
+TAIL_BLOCK_ON_GPUS = 1 << 17
+"""The same on GPUs, which take 256 such blocks at once: 64 MiB of bf16 logits, most of which their
+cache keeps."""
 
 
 @kernel
