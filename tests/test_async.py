@@ -38,13 +38,13 @@ MOVES = {
     [*((FEW[0], move) for move in MOVES), *((op, "all-gather") for op in FEW[1:])],
     ids=str,
 )
-def test_logits_under_way(op: Op, move: str) -> None:
+def test_unfinished_logits_give_the_same_bits(op: Op, move: str) -> None:
     """Straight from ``redistribute(async_op=True)`` into the op, ids too."""
     check_moved_logits(op, move, TIMES)
 
 
 @pytest.mark.parametrize("op, move", [(FEW[0], "all-gather"), (FEW[1], "reduce-scatter")], ids=str)
-def test_logits_under_way_in_compiled_code(op: Op, move: str) -> None:
+def test_unfinished_logits_give_the_same_bits_in_compiled_code(op: Op, move: str) -> None:
     check_moved_logits(op, move, TIMES, compiled_with="inductor")
 
 
@@ -66,7 +66,7 @@ def check_moved_logits(op: Op, move: str, times: int, compiled_with: str | None 
             logits = [_placed(inputs[name], mesh, before) for name in op.logits]
             others = [_placed(x, mesh, by_row) for name, x in inputs.items() if name not in LOGITS]
             assert all(
-                _is_under_way(x.redistribute(placements=[after], async_op=True)) for x in logits
+                _is_unfinished(x.redistribute(placements=[after], async_op=True)) for x in logits
             )
             actual, expected = step(True, logits, others), results(False, logits, others)
             assert_same_bits(actual, expected)
@@ -74,7 +74,7 @@ def check_moved_logits(op: Op, move: str, times: int, compiled_with: str | None 
                 assert_same_bits(_gradients(actual, logits), _gradients(expected, logits))
 
 
-def _is_under_way(x: DTensor) -> bool:
+def _is_unfinished(x: DTensor) -> bool:
     return isinstance(x._local_tensor, funcol.AsyncCollectiveTensor)
 
 
@@ -103,7 +103,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("op", named("logprobs_and_entropy"), ids=str)
-def test_upstream_gradients_under_way(op: Op) -> None:
+def test_unfinished_upstream_gradients_give_the_same_bits(op: Op) -> None:
     with on_mesh((2,)) as mesh:
         for seed in range(TIMES):
             inputs = draw(op, (ROWS,), VOCAB, seed=seed)
@@ -115,7 +115,7 @@ def test_upstream_gradients_under_way(op: Op) -> None:
                 [grad.redistribute(placements=[Replicate()], async_op=flag) for grad in grads]
                 for flag in (True, False)
             ]
-            assert all(map(_is_under_way, gathered[0]))
+            assert all(map(_is_unfinished, gathered[0]))
             actual, expected = (
                 torch.autograd.grad(outputs, [logits], each, retain_graph=True) for each in gathered
             )
@@ -123,7 +123,7 @@ def test_upstream_gradients_under_way(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", FEW, ids=str)
-def test_plain_tensors_under_way(op: Op) -> None:
+def test_unfinished_plain_tensors_give_the_same_bits(op: Op) -> None:
     with on_mesh((2,)) as mesh:
         for seed in range(TIMES):
             inputs = draw(op, (ROWS,), VOCAB, seed=seed)

@@ -30,7 +30,7 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
 
 
-def test_quick(tmp_path: Path) -> None:
+def test_quick_run_reports_every_provider(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     command = [sys.executable, "-m", "bench", "--quick", "--op", "logprobs", "--device", "cpu"]
     command += ["--json", file]
@@ -97,7 +97,7 @@ def test_plot_is_refused_without_matplotlib(
     assert 'pip install -e ".[plot]"' in capsys.readouterr().err
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_plot_draws_the_times(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "plot.svg"
     assert cli.main(["--plot", str(file), "--device", "cpu", "--quick"]) == 0

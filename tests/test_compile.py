@@ -26,24 +26,24 @@ INDUCTOR = [
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_step(op: Op, eager_kernels: None) -> None:
+def test_compiled_step_equals_eager(op: Op, eager_kernels: None) -> None:
     check_step(op, "aot_eager", None)
 
 
 @pytest.mark.parametrize("op", INDUCTOR, ids=str)
-def test_step_with_inductor(op: Op, eager_kernels: None) -> None:
+def test_inductor_step_equals_eager(op: Op, eager_kernels: None) -> None:
     check_step(op, "inductor", None)
 
 
 @pytest.mark.parametrize("op", [OP["kl_div"]], ids=str)
-def test_step_with_inductor_for_kernels_too(op: Op) -> None:
+def test_inductor_step_with_compiled_kernels_equals_eager(op: Op) -> None:
     check_step(op, "inductor", None)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", INDUCTOR, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_step_on_ranks(op: Op, backend: str, eager_kernels: None) -> None:
+def test_compiled_step_on_ranks_equals_eager(op: Op, backend: str, eager_kernels: None) -> None:
     with on_mesh((2,)) as mesh:
         check_step(op, backend, mesh)
 
@@ -250,7 +250,9 @@ BAD_IDS = {"V": 11, "-1": -1, "2**31": 2**31}
 @pytest.mark.parametrize("training", [False, True], ids=["forward only", "training"])
 @pytest.mark.parametrize("op", CHECKED, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ids_out_of_range(op: Op, backend: str, training: bool, eager_kernels: None) -> None:
+def test_id_out_of_range_raises_in_compiled_code(
+    op: Op, backend: str, training: bool, eager_kernels: None
+) -> None:
     check_range(op, backend, training, draw_batch(op), True)
 
 
@@ -258,7 +260,7 @@ def test_ids_out_of_range(op: Op, backend: str, training: bool, eager_kernels: N
 @pytest.mark.parametrize("training", [False, True], ids=["forward only", "training"])
 @pytest.mark.parametrize("op", CHECKED, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_ids_out_of_range_on_one_rank(
+def test_id_out_of_range_on_one_rank_raises_in_compiled_code(
     op: Op, backend: str, training: bool, eager_kernels: None
 ) -> None:
     with on_mesh((2,)) as mesh:

@@ -66,7 +66,7 @@ def checkpointed(loss: Callable[..., Tensor], how: str) -> Callable[..., Tensor]
 
 @pytest.mark.parametrize("how", CONTEXTS)
 @pytest.mark.parametrize("op", GRADIENT_PATHS, ids=str)
-def test_checkpoint(op: Op, how: str, eager_kernels: None) -> None:
+def test_checkpoint_changes_no_bit(op: Op, how: str, eager_kernels: None) -> None:
     batch, loss = draw_batch(op), loss_of(op)
     expected = train(loss, batch)
     assert_identical(train(checkpointed(loss, how), batch), expected)
@@ -77,7 +77,7 @@ def test_checkpoint(op: Op, how: str, eager_kernels: None) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", CONTEXTS)
 @pytest.mark.parametrize("op", [OP["logprobs(K=3)"], OP["js_div(beta=0.3)"]], ids=str)
-def test_checkpoint_on_ranks(op: Op, how: str, eager_kernels: None) -> None:
+def test_checkpoint_on_ranks_changes_no_bit(op: Op, how: str, eager_kernels: None) -> None:
     """A step communicates once where the op is saved, and twice where it is recomputed."""
     forward = len(op.numbers)
     with on_mesh((2,)) as mesh:
@@ -206,7 +206,7 @@ CONSTANTS = [
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "DTensor"])
 @pytest.mark.parametrize("op, constant", CONSTANTS, ids=str)
-def test_inputs_of_inference_mode(
+def test_inference_mode_inputs_allow_gradients_of_the_others(
     op: Op, constant: str, distributed: bool, eager_kernels: None
 ) -> None:
     """Inputs made under inference mode serve a call that is differentiated in the other inputs."""
@@ -278,7 +278,9 @@ def test_gradients_accumulate(op: Op, backend: str | None, eager_kernels: None) 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["uncompiled", "compiled"])
 @pytest.mark.parametrize("op", FEW, ids=str)
-def test_backward_twice(op: Op, backend: str | None, eager_kernels: None) -> None:
+def test_backward_of_a_retained_graph_gives_the_same_bits_again(
+    op: Op, backend: str | None, eager_kernels: None
+) -> None:
     batch, loss = draw_batch(op), loss_of(op)
     step = loss if backend is None else compiled(loss, backend=backend)
     value = step(*batch)
@@ -291,7 +293,7 @@ def test_backward_twice(op: Op, backend: str | None, eager_kernels: None) -> Non
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("op", FEW, ids=str)
-def test_make_fx(op: Op, mode: str, eager_kernels: None) -> None:
+def test_make_fx_graph_runs_on_other_values(op: Op, mode: str, eager_kernels: None) -> None:
     """A traced forward and backward runs on other values."""
     loss = loss_of(op)
 
@@ -307,7 +309,7 @@ def test_make_fx(op: Op, mode: str, eager_kernels: None) -> None:
 
 
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
-def test_export(op: Op, eager_kernels: None) -> None:
+def test_exported_program_runs_on_other_numbers_of_rows(op: Op, eager_kernels: None) -> None:
     class Model(torch.nn.Module):
         def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
             return op(*inputs)
@@ -324,14 +326,14 @@ def test_export(op: Op, eager_kernels: None) -> None:
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
-def test_grad(op: Op, eager_kernels: None) -> None:
+def test_func_grad_equals_autograd(op: Op, eager_kernels: None) -> None:
     loss, (hidden, *rest) = loss_of(op), draw_batch(op)
     gradient = torch.func.grad(lambda x: loss(x, *rest))(hidden)
     assert_identical([gradient], torch.autograd.grad(loss(hidden, *rest), [hidden]))
 
 
 @pytest.mark.parametrize("op", FEW, ids=str)
-def test_jacrev(op: Op, eager_kernels: None) -> None:
+def test_jacrev_equals_autograd(op: Op, eager_kernels: None) -> None:
     logits, *others = draw(op, (3,)).values()
 
     def values(x: Tensor) -> Tensor:
@@ -344,7 +346,7 @@ def test_jacrev(op: Op, eager_kernels: None) -> None:
 
 @pytest.mark.parametrize("in_dim", [0, 1])
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
-def test_vmap(op: Op, in_dim: int, eager_kernels: None) -> None:
+def test_vmap_equals_a_loop_over_examples(op: Op, in_dim: int, eager_kernels: None) -> None:
     """All inputs, only the logits or only the others are batched, with five rows in an example."""
     inputs = draw(op, (4, 5)).values()
     batched = [x.transpose(0, in_dim) for x in inputs]
@@ -488,7 +490,9 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
-def test_create_graph(op: Op, wrapper: str, eager_kernels: None) -> None:
+def test_gradients_with_create_graph_cannot_be_differentiated(
+    op: Op, wrapper: str, eager_kernels: None
+) -> None:
     """First gradients are right; a second backward through them raises."""
     inputs = draw(op)
     leaves = [inputs[name].requires_grad_() for name in op.differentiable]
@@ -519,7 +523,7 @@ def test_warm_kernels_are_traced(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", WARM, ids=str)
-def test_loss_is_linearized_in_the_weights_of_tokens(op: Op) -> None:
+def test_linearize_in_token_weights_works_with_warm_kernels(op: Op) -> None:
     """The logits would need forward mode, which the ops do not have."""
     inputs = draw(op).values()
     values = op(*inputs)[0]

@@ -59,7 +59,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
-def test_values_and_gradients(op: Op, dtype: torch.dtype) -> None:
+def test_values_and_gradients_match_the_oracle(op: Op, dtype: torch.dtype) -> None:
     inputs = draw(op, (ROWS,), VOCAB, dtype)
     expected = expect(op, inputs)
     on_device, grads = tree_map_only(Tensor, lambda x: x.cuda(), (inputs, list(expected.grads)))
@@ -88,7 +88,7 @@ def check_nothing_waits(step: Callable[..., Tensor], batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
-def test_cuda_graph(op: Op) -> None:
+def test_cuda_graph_replays_a_step(op: Op) -> None:
     check_cuda_graph(loss_of(op), on_gpu(op), [on_gpu(op, seed) for seed in (1, 2, 3)])
 
 
@@ -113,7 +113,7 @@ def check_cuda_graph(step: Callable[..., Tensor], batch: Batch, others: list[Bat
 
 
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
-def test_reduce_overhead(op: Op) -> None:
+def test_reduce_overhead_skips_no_cuda_graph(op: Op) -> None:
     counters.clear()
     loss = loss_of(op)
     step = compiled(loss, mode="reduce-overhead")
@@ -125,7 +125,7 @@ def test_reduce_overhead(op: Op) -> None:
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
-def test_ids_out_of_range() -> None:
+def test_id_out_of_range_is_a_device_side_assertion() -> None:
     """A device-side assertion, which ends all work on the GPU: in a process of its own."""
     program = (
         "import torch, dtensor_vocab as dv\n"
@@ -140,7 +140,7 @@ def test_ids_out_of_range() -> None:
 # ------------------------------------------------------------------ one NCCL rank
 
 
-def test_nccl_rank(tmp_path: Path) -> None:
+def test_one_nccl_rank_equals_plain_tensors(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_nccl_rank, (tmp_path / "group",), nprocs=1)
 
 

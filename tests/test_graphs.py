@@ -61,7 +61,7 @@ def snapshot(op: str, constant_teacher: bool = False) -> str:
     return str(graphs_of(OP[op], constant_teacher=constant_teacher))
 
 
-def test_logprobs() -> None:
+def test_logprobs_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("logprobs"),
         """\
@@ -75,7 +75,7 @@ backward:
     )
 
 
-def test_logprobs_of_k_ids() -> None:
+def test_logprobs_of_k_ids_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("logprobs(K=3)"),
         """\
@@ -89,7 +89,7 @@ backward:
     )
 
 
-def test_entropy() -> None:
+def test_entropy_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("entropy"),
         """\
@@ -103,7 +103,7 @@ backward:
     )
 
 
-def test_logprobs_and_entropy() -> None:
+def test_logprobs_and_entropy_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("logprobs_and_entropy"),
         """\
@@ -117,7 +117,7 @@ backward:
     )
 
 
-def test_kl_div() -> None:
+def test_kl_div_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("kl_div"),
         """\
@@ -131,7 +131,7 @@ backward:
     )
 
 
-def test_kl_div_to_a_constant_teacher() -> None:
+def test_kl_div_to_a_constant_teacher_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("kl_div", constant_teacher=True),
         """\
@@ -145,7 +145,7 @@ backward:
     )
 
 
-def test_js_div() -> None:
+def test_js_div_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("js_div(beta=0.3)"),
         """\
@@ -163,7 +163,7 @@ backward:
     )
 
 
-def test_js_div_to_a_constant_teacher() -> None:
+def test_js_div_to_a_constant_teacher_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("js_div(beta=0.3)", constant_teacher=True),
         """\
@@ -181,7 +181,7 @@ backward:
     )
 
 
-def test_cross_entropy() -> None:
+def test_cross_entropy_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("cross_entropy(reduction=none)"),
         """\
@@ -195,7 +195,7 @@ backward:
     )
 
 
-def test_cross_entropy_mean() -> None:
+def test_cross_entropy_mean_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("cross_entropy(reduction=mean,z_loss=0.1)"),
         """\
@@ -211,7 +211,7 @@ backward:
     )
 
 
-def test_topk_logprobs() -> None:
+def test_topk_logprobs_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("topk_logprobs(k=3)"),
         """\
@@ -225,7 +225,7 @@ backward:
     )
 
 
-def test_argmax() -> None:
+def test_argmax_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("argmax"),
         """\
@@ -238,7 +238,7 @@ backward:""",
     )
 
 
-def test_topk_kl_div() -> None:
+def test_topk_kl_div_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("topk_kl_div(K=3)"),
         """\
@@ -252,7 +252,7 @@ backward:
     )
 
 
-def test_topk_kl_div_with_tail() -> None:
+def test_topk_kl_div_with_tail_runs_only_these_operators() -> None:
     assert_expected_inline(
         snapshot("topk_kl_div(tail=True,K=3)"),
         """\

@@ -227,7 +227,7 @@ def test_small_sums_of_equal_ids_survive_large_ones(k: int) -> None:
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("rows", [(0,), (2, 0)], ids=str)
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_zero_rows(op: Op, rows: tuple[int, ...], layout: Layout | None) -> None:
+def test_zero_rows_give_empty_results(op: Op, rows: tuple[int, ...], layout: Layout | None) -> None:
     observed = check(op, draw(op, rows), layout)
     if not op.constant:
         assert observed.outputs[0].requires_grad
@@ -235,7 +235,7 @@ def test_zero_rows(op: Op, rows: tuple[int, ...], layout: Layout | None) -> None
 
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("op", WITH_IDS, ids=str)
-def test_all_ignored(op: Op, layout: Layout | None) -> None:
+def test_result_is_zero_where_all_ids_are_ignored(op: Op, layout: Layout | None) -> None:
     inputs = draw(op)
     inputs[op.ids_name].fill_(-100)
     observed = check(op, inputs, layout)
@@ -244,7 +244,7 @@ def test_all_ignored(op: Op, layout: Layout | None) -> None:
 
 
 @pytest.mark.parametrize("op", WITH_IDS, ids=str)
-def test_all_ignored_on_one_data_parallel_rank(op: Op) -> None:
+def test_ignored_ids_on_one_data_parallel_rank_keep_the_collectives(op: Op) -> None:
     inputs = draw(op)
     full = check(op, inputs, DP_TP)
     inputs[op.ids_name][:3] = -100

@@ -114,7 +114,7 @@ def test_logits_edited_before_backward_raise(op: Op, layout: Layout | None) -> N
 
 @EVERYWHERE
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_backward_twice(op: Op, layout: Layout | None) -> None:
+def test_second_backward_raises(op: Op, layout: Layout | None) -> None:
     with placed(op, layout) as inputs:
         loss = op(*inputs.values(), inplace_backward=True)[0].sum()
         loss.backward(retain_graph=True)

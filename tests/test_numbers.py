@@ -506,14 +506,14 @@ def test_result_ignores_default_dtype(op: Op, default: torch.dtype, layout: Layo
 
 @eager
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_bfloat16(op: Op) -> None:
+def test_bfloat16_matches_the_oracle(op: Op) -> None:
     check(op, draw(op, (64,), 24, torch.bfloat16))
 
 
 @eager
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_other_dtypes(op: Op, dtype: torch.dtype) -> None:
+def test_fp16_and_fp64_match_the_oracle(op: Op, dtype: torch.dtype) -> None:
     check(op, draw(op, (64,), 24, dtype))
     check(op, draw(op, (64,), 24, dtype), tp(2))
 

@@ -27,14 +27,14 @@ TEMPERED_PATHS = [op for op in PATHS if op.name != "argmax"]
 
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
-def test_temperature(op: Op, layout: Layout | None) -> None:
+def test_temperature_divides_all_logits(op: Op, layout: Layout | None) -> None:
     for temperature in (0.7, 2):
         check(op, draw(op), layout, temperature=temperature)
 
 
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("op", WITH_TEMPERATURE, ids=str)
-def test_temperature_by_row(op: Op, layout: Layout | None) -> None:
+def test_temperature_tensor_divides_each_row(op: Op, layout: Layout | None) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         temperature = torch.logspace(-1, 2, 12).view(4, 3).to(dtype)
         check(op, draw(op, (4, 3)), layout, temperature=temperature)
@@ -157,7 +157,7 @@ OPTIONS = [
 
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("op", OPTIONS, ids=str)
-def test_options(op: Op, layout: Layout | None) -> None:
+def test_each_option_matches_the_oracle(op: Op, layout: Layout | None) -> None:
     inputs = draw(op)
     if op.ids_name:
         inputs[op.ids_name][1::3] = -100

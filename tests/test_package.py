@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.ranks(1)
-def test_wheel(tmp_path: Path) -> None:
+def test_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
     """It holds every module, the type marker and the license, and nothing else."""
     command = [sys.executable, "-m", "pip", "wheel", ROOT, "--no-deps", "-w", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -142,7 +142,7 @@ PLAIN_AND_RANKS = pytest.mark.parametrize(
 @pytest.mark.parametrize("counted", ["some", "none"])
 @pytest.mark.parametrize("loss", FULL)
 @PLAIN_AND_RANKS
-def test_masked_tokens_take_no_part(
+def test_masked_tokens_change_neither_loss_nor_gradient(
     place: Callable[[], Any], loss: str, counted: str, filler: float
 ) -> None:
     mask = torch.zeros(SHAPE, dtype=torch.bool)

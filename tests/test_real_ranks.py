@@ -68,7 +68,7 @@ def test_two_ranks_with_compiled_kernels(op: Op) -> None:
 @four_ranks
 @eager
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_four_ranks(op: Op) -> None:
+def test_four_ranks_match_the_oracle_and_send_the_same_payload(op: Op) -> None:
     """Some shards are empty, and all ranks have the same collectives with the same payload."""
     for vocab in (10, 5, 2):
         observed = check(op.within(vocab), draw(op, vocab=vocab), tp(4))
@@ -109,7 +109,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 @four_ranks
 @eager
 @pytest.mark.parametrize("loss", LOSSES)
-def test_losses(loss: str) -> None:
+def test_gradient_is_the_same_for_every_way_to_sum_the_result(loss: str) -> None:
     op = OP["logprobs"]
     inputs = draw(op)
     expected = expect(op, inputs, [torch.ones(6)]).gradients["logits"]
@@ -259,7 +259,7 @@ def submesh(names: tuple[str, ...]) -> DeviceMesh:
 @eager
 @pytest.mark.parametrize("names", [("tp",), ("rows", "tp"), ("cp", "tp")], ids="-".join)
 @pytest.mark.parametrize("op", named("logprobs", "kl_div", "cross_entropy"), ids=str)
-def test_submesh(op: Op, names: tuple[str, ...]) -> None:
+def test_submesh_matches_the_oracle(op: Op, names: tuple[str, ...]) -> None:
     """Each copy of the submesh has its own rows, unless the submesh shards the rows."""
     mesh = submesh(names)
     seed = 0 if names[0] == "rows" else rank() // 2
@@ -332,7 +332,7 @@ def test_uneven_shards_with_the_global_shape_are_exact() -> None:
 @two_ranks
 @eager
 @pytest.mark.parametrize("op", PATHS, ids=str)
-def test_refusals_are_alike(op: Op) -> None:
+def test_invalid_arguments_raise_the_same_error_on_every_rank(op: Op) -> None:
     """Partial logits and a wrong vocab_size raise the same text, and no rank waits."""
     inputs = draw(op)
     with on_mesh((2,)) as mesh:

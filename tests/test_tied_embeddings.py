@@ -82,7 +82,7 @@ def test_tied_again_trains_as_on_one_process() -> None:
     torch.testing.assert_close(weight, one.embed.weight, rtol=1e-4, atol=1e-5)
 
 
-def test_head_alone_in_the_plan_comes_apart() -> None:
+def test_plan_without_the_embedding_unties_the_head() -> None:
     """The README warns of it: when this fails, torch keeps weights tied, and the warning can go."""
     expected = train(Tied(), naive)
     with on_mesh((2,)) as mesh:

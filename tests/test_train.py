@@ -110,13 +110,15 @@ def eager_kernels() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
-def test_fsdp_with_tensor_parallel(four_ranks: dict[str, tuple[Job, Outcome]], kind: str) -> None:
+def test_fsdp_with_tensor_parallel_matches_one_rank(
+    four_ranks: dict[str, tuple[Job, Outcome]], kind: str
+) -> None:
     job, outcome = four_ranks[kind]
     found = train.differences(outcome, train_one(job, "cpu", outcome))
     assert train.passes(found, train.FP32_ALLOWS)
 
 
-def test_clipping_takes_part(four_ranks: dict[str, tuple[Job, Outcome]]) -> None:
+def test_gradient_clipping_changes_the_losses(four_ranks: dict[str, tuple[Job, Outcome]]) -> None:
     (clipped_job, clipped), (_, free) = four_ranks.values()
     assert clipped.losses[0] == pytest.approx(free.losses[0], abs=1e-5)
     assert clipped.gradient_norms[0] == pytest.approx(free.gradient_norms[0], rel=1e-4)
@@ -210,7 +212,7 @@ def two_ranks() -> list[dict[str, Outcome]]:
 
 
 @pytest.mark.parametrize("case", ["bf16", "bf16 over dp"])
-def test_ranks_cost_bf16_no_more_than_bf16_costs(
+def test_sharding_adds_at_most_twice_the_error_of_bf16(
     two_ranks: list[dict[str, Outcome]], case: str
 ) -> None:
     _, job, _, tp = CASES[case]

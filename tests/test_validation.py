@@ -65,7 +65,7 @@ def with_input(op: Op, name: str, value: Any) -> list[Any]:
     ],
     ids=["list", "int64", "complex", "sparse", "nested", "0-d", "no column"],
 )
-def test_logits(value: Any, kind: type[Exception], got: str) -> None:
+def test_invalid_logits_are_refused(value: Any, kind: type[Exception], got: str) -> None:
     for op in ONE_EACH:
         for name in op.logits:
             text = rf"^{op.name}: expected {name} .*{re.escape(got)}"
@@ -94,7 +94,7 @@ IDS = [(op, op.arguments[-1]) for op in (*WITH_IDS[:6:2], OP["topk_kl_div(K=3)"]
     ],
     ids=["list", "bool", "float", "int16", "too few", "one", "two axes", "0-d", "device"],
 )
-def test_ids(value: Any, kind: type[Exception], got: str) -> None:
+def test_invalid_ids_are_refused(value: Any, kind: type[Exception], got: str) -> None:
     for op, name in IDS:
         text = rf"^{op.name}: expected {name} .*{re.escape(got)}"
         if isinstance(value, Tensor) and value.shape == (6, 3) and not op.ids:
@@ -110,7 +110,7 @@ def test_only_logprobs_takes_k_ids() -> None:
 
 
 @pytest.mark.parametrize("op", WITH_IDS, ids=str)
-def test_ignore_index(op: Op) -> None:
+def test_invalid_ignore_index_is_refused(op: Op) -> None:
     for value, got in ((-100.0, "float"), ("x", "str"), (True, "bool")):
         text = rf"^{op.name}: expected ignore_index to be an int or None, got {got}"
         refused(TypeError, text, op, *draw(op).values(), ignore_index=value)
@@ -154,7 +154,7 @@ def test_ignore_index(op: Op) -> None:
         "grad",
     ],
 )
-def test_temperature(value: Any, kind: type[Exception], got: str) -> None:
+def test_invalid_temperature_is_refused(value: Any, kind: type[Exception], got: str) -> None:
     for op in NOT_ARGMAX:
         text = rf"^{op.name}: expected .*temperature.*{re.escape(got)}"
         refused(kind, text, op, *draw(op).values(), temperature=value)
@@ -171,7 +171,7 @@ def test_temperature(value: Any, kind: type[Exception], got: str) -> None:
     ],
     ids=["float", "bool", "0", "negative", "too many"],
 )
-def test_vocab_size(value: Any, kind: type[Exception], got: str) -> None:
+def test_invalid_vocab_size_is_refused(value: Any, kind: type[Exception], got: str) -> None:
     for op in ONE_EACH:
         text = rf"^{op.name}: expected .*vocab_size.*{re.escape(got)}"
         refused(kind, text, op, *draw(op).values(), vocab_size=value)
@@ -199,13 +199,15 @@ def test_vocab_size(value: Any, kind: type[Exception], got: str) -> None:
     ],
     ids=str,
 )
-def test_options(name: str, options: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_invalid_options_are_refused(
+    name: str, options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     op = named(name)[0]
     refused(kind, rf"^{name}: {text}", op, *draw(op).values(), **options)
 
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
-def test_inplace_backward(value: Any) -> None:
+def test_inplace_backward_must_be_a_bool(value: Any) -> None:
     for op in INPLACE:
         text = rf"^{op.name}: expected inplace_backward to be a bool"
         refused(TypeError, text, op, *draw(op).values(), inplace_backward=value)
@@ -220,7 +222,7 @@ def test_inplace_backward(value: Any) -> None:
     ],
     ids=["list", "int64", "shape"],
 )
-def test_teacher_logprobs(value: Any, kind: type[Exception], got: str) -> None:
+def test_invalid_teacher_logprobs_are_refused(value: Any, kind: type[Exception], got: str) -> None:
     op = OP["topk_kl_div(K=3)"]
     text = rf"^topk_kl_div: expected teacher_logprobs .*{got}"
     refused(kind, text, op, *with_input(op, "teacher_logprobs", value))
@@ -252,7 +254,7 @@ def zeros(mesh: DeviceMesh) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_placements(layout: str) -> None:
+def test_unsupported_placements_are_refused(layout: str) -> None:
     """The message names the function, the placements, the mesh and the cure."""
     shape, placements, problem = LAYOUTS[layout]
     for op in ONE_EACH:
@@ -291,7 +293,7 @@ def test_plain_temperature_beside_sharded_rows_is_ambiguous(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", AT_IDS, ids=str)
-def test_ids_of_another_kind_or_mesh(op: Op) -> None:
+def test_ids_of_another_kind_or_mesh_are_refused(op: Op) -> None:
     inputs = draw(op)
     ids = inputs[op.ids_name]
     with on_mesh((2, 2)) as mesh:
@@ -316,13 +318,13 @@ def test_ids_of_another_kind_or_mesh(op: Op) -> None:
     ],
     ids=["columns", "rows", "device"],
 )
-def test_plain_pairs(op: Op, teacher: Tensor, got: str) -> None:
+def test_plain_pairs_that_differ_are_refused(op: Op, teacher: Tensor, got: str) -> None:
     text = rf"^{op.name}: expected student and teacher of the same {got}"
     refused(ValueError, text, op, torch.zeros(6, 10), teacher)
 
 
 @pytest.mark.parametrize("op", PAIRS[:3], ids=str)
-def test_pairs_on_meshes(op: Op) -> None:
+def test_pairs_that_differ_on_meshes_are_refused(op: Op) -> None:
     """Another V, mesh, placement or none: before any collective."""
     inputs = draw(op, (8,), 8)
     student, teacher = inputs.values()
@@ -368,7 +370,7 @@ def test_largest_vocabularies_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
-def test_ids_that_fp32_cannot_hold(op: Op) -> None:
+def test_vocabularies_with_ids_beyond_fp32_are_refused(op: Op) -> None:
     """They travel in the dtype of the math."""
     inputs = draw(op, (1,))
     for name in op.logits:
@@ -449,7 +451,7 @@ def test_wider_teacher_is_refused_with_the_way_out(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", PATHS, ids=str)
-def test_jit_trace(op: Op) -> None:
+def test_jit_trace_runs_on_other_values(op: Op) -> None:
     """Sizes become constants of the trace."""
     inputs = tuple(draw(op).values())
     with warnings.catch_warnings():
