@@ -28,7 +28,7 @@ def lone_rank(*shape: int) -> Iterator[DeviceMesh]:
         yield mesh
 
 
-def place(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def place_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """``full`` as a DTensor, of which this rank holds its part."""
     local = part(full, mesh.shape, placements, 0).detach()
     return DTensor.from_local(

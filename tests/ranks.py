@@ -217,7 +217,7 @@ class World:
         self._join()
 
 
-class Outcome(NamedTuple):
+class RankOutcome(NamedTuple):
     """How a test ended on one rank."""
 
     passed: bool
@@ -250,7 +250,7 @@ class RealRanks:
         return any(rank.is_alive() for rank in self._ranks)
 
     @functools.cached_property
-    def outcomes(self) -> list[dict[str, Outcome]]:
+    def outcomes(self) -> list[dict[str, RankOutcome]]:
         """The outcomes by rank and test, once all are done. ``exits`` then holds the exit codes."""
         with self._directory as name:
             try:
@@ -281,10 +281,10 @@ class RealRanks:
                 return
             time.sleep(0.05)
 
-    def _read(self, directory: Path, rank: int) -> dict[str, Outcome]:
+    def _read(self, directory: Path, rank: int) -> dict[str, RankOutcome]:
         file = directory / f"{rank}.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        return {name: Outcome(*outcome) for name, *outcome in map(json.loads, lines)}
+        return {name: RankOutcome(*outcome) for name, *outcome in map(json.loads, lines)}
 
     def replay(self, node_id: str) -> None:
         """Passes, fails or skips as the test did on the ranks."""

@@ -96,7 +96,7 @@ def _masked_sum(out: Tensor, mask: Tensor) -> Tensor:
     return (out * mask).sum() if out.dim() else out
 
 
-def train(loss: Callable[..., Tensor], batch: Batch) -> list[Tensor]:
+def run_step(loss: Callable[..., Tensor], batch: Batch) -> list[Tensor]:
     """The loss and, where it has any, the gradients of the leaves."""
     value = loss(*batch)
     if not value.requires_grad:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import dtensor_vocab as dv
 from tests.ops import AT_IDS, LOGITS, OP, OPS, PAIRS, Op, draw, named
 from tests.ranks import distribute, on_mesh
-from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
+from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, run_step
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 INDUCTOR = [
@@ -50,7 +50,7 @@ def test_compiled_step_on_ranks_equals_eager(op: Op, backend: str, eager_kernels
 
 def check_step(op: Op, backend: str, mesh: DeviceMesh | None) -> None:
     batch, loss = draw_batch(op, mesh=mesh), loss_of(op)
-    assert_same(train(compiled(loss, backend=backend), batch), train(loss, batch))
+    assert_same(run_step(compiled(loss, backend=backend), batch), run_step(loss, batch))
 
 
 def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -154,7 +154,7 @@ def count_graphs(op: Op, batches: Sequence[Batch]) -> int:
     counter, loss = CompileCounterWithBackend("aot_eager"), loss_of(op)
     step = compiled(loss, backend=counter)
     for batch in batches:
-        assert_same(train(step, batch), train(loss, batch))
+        assert_same(run_step(step, batch), run_step(loss, batch))
     return counter.frame_count
 
 
@@ -275,7 +275,7 @@ def check_range(op: Op, backend: str, training: bool, batch: Batch, here: bool) 
     step = compiled(loss, backend=backend)
     *others, ids = batch.others
     with torch.set_grad_enabled(training):
-        expected = train(loss, batch)
+        expected = run_step(loss, batch)
         for bad in BAD_IDS.values():
             wrong = ids.clone()
             if here:
@@ -283,5 +283,5 @@ def check_range(op: Op, backend: str, training: bool, batch: Batch, here: bool) 
             with pytest.raises(
                 RuntimeError, match=f"{op.name}: expected ids in the range 0 <= id < 11"
             ):
-                train(step, batch._replace(others=(*others, wrong)))
-            assert_same(train(step, batch), expected)
+                run_step(step, batch._replace(others=(*others, wrong)))
+            assert_same(run_step(step, batch), expected)

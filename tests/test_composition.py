@@ -24,10 +24,9 @@ import dtensor_vocab as dv
 from tests.graphs import Graphs, ours
 from tests.ops import GRADIENT_PATHS, LOGITS, OP, PATHS, Inputs, Op, draw, place, tp
 from tests.oracle import assert_bytes_equal
-from tests.rank_zero import lone_rank
-from tests.rank_zero import place as place_part
+from tests.rank_zero import lone_rank, place_part
 from tests.ranks import Collectives, on_mesh, parts
-from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
+from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, run_step
 
 DIFFERENTIABLE = [op for op in ONE_EACH if not op.constant]
 FEW = [op for op in GRADIENT_PATHS if op.name not in ("js_div", "topk_logprobs")]
@@ -68,9 +67,9 @@ def checkpointed(loss: Callable[..., Tensor], how: str) -> Callable[..., Tensor]
 @pytest.mark.parametrize("op", GRADIENT_PATHS, ids=str)
 def test_checkpoint_changes_no_bit(op: Op, how: str, eager_kernels: None) -> None:
     batch, loss = draw_batch(op), loss_of(op)
-    expected = train(loss, batch)
-    assert_identical(train(checkpointed(loss, how), batch), expected)
-    actual = train(compiled(checkpointed(loss, how), backend="aot_eager"), batch)
+    expected = run_step(loss, batch)
+    assert_identical(run_step(checkpointed(loss, how), batch), expected)
+    actual = run_step(compiled(checkpointed(loss, how), backend="aot_eager"), batch)
     assert_identical(actual, expected)
 
 
@@ -82,14 +81,14 @@ def test_checkpoint_on_ranks_changes_no_bit(op: Op, how: str, eager_kernels: Non
     forward = len(op.numbers)
     with on_mesh((2,)) as mesh:
         batch, loss = draw_batch(op, mesh=mesh), loss_of(op)
-        expected = train(loss, batch)
+        expected = run_step(loss, batch)
         with Collectives() as collectives:
-            assert_identical(train(checkpointed(loss, how), batch), expected)
+            assert_identical(run_step(checkpointed(loss, how), batch), expected)
         assert len(collectives.seen) == (forward if how == "selective" else 2 * forward)
 
         graphs = Graphs()
         step = compiled(checkpointed(loss, how), backend=graphs.backend)
-        assert_identical(train(step, batch), expected)
+        assert_identical(run_step(step, batch), expected)
     gathers = [ours(graph).count("all_gather_into_tensor") for graph in graphs.both]
     saves = how == "selective" or torch.__version__ < "2.12"  # which saves all collectives
     assert gathers == [forward, 0 if saves else forward]
@@ -187,13 +186,13 @@ def check_inference_then_training(step: Callable[..., Tensor], batch: Batch) -> 
     """One callable gives values of the same bits in all modes, in whatever order they come."""
     with torch.inference_mode():
         value = step(*batch)
-    training = train(step, batch)
+    training = run_step(step, batch)
     assert_identical(training[:1], [value])
     with torch.no_grad():
         assert_identical([step(*batch)], [value])
     with torch.inference_mode():
         assert_identical([step(*batch)], [value])
-    assert_identical(train(step, batch), training)
+    assert_identical(run_step(step, batch), training)
 
 
 CONSTANTS = [
@@ -272,7 +271,7 @@ def test_gradients_accumulate(op: Op, backend: str | None, eager_kernels: None) 
     second = second._replace(hidden=first.hidden, heads=first.heads)
     step(*first).backward()
     step(*second).backward()
-    singly = zip(train(loss, first)[1:], train(loss, second)[1:], strict=True)
+    singly = zip(run_step(loss, first)[1:], run_step(loss, second)[1:], strict=True)
     assert_identical([x.grad for x in first.leaves], [one + other for one, other in singly])
 
 
@@ -300,7 +299,7 @@ def test_make_fx_graph_runs_on_other_values(op: Op, mode: str, eager_kernels: No
     def step(hidden: Tensor, heads: Any, others: Any, mask: Tensor) -> list[Tensor]:
         hidden = hidden.detach().requires_grad_()
         heads = [head.detach().requires_grad_() for head in heads]
-        return train(loss, Batch(hidden, tuple(heads), others, mask))
+        return run_step(loss, Batch(hidden, tuple(heads), others, mask))
 
     traced = make_fx(step, tracing_mode=mode)(*draw_batch(op))
     rows = (9,) if mode == "symbolic" else (6,)
@@ -517,8 +516,8 @@ WARM = [OP["logprobs"], OP["kl_div"]]
 def test_warm_kernels_are_traced(op: Op) -> None:
     """make_fx traces on real tensors, where Dynamo refuses to run its code."""
     loss, batch = loss_of(op), draw_batch(op)
-    expected = train(loss, batch)
-    traced = make_fx(lambda *batch: train(loss, Batch(*batch)))(*batch)
+    expected = run_step(loss, batch)
+    traced = make_fx(lambda *batch: run_step(loss, Batch(*batch)))(*batch)
     assert_identical(traced(*batch), expected)
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.ops import Op, compare, draw, expect, observe
-from tests.rank_zero import place
-from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, train
+from tests.rank_zero import place_part
+from tests.step import ONE_EACH, Batch, compiled, draw_batch, loss_of, run_step
 
 pytestmark = [
     pytest.mark.cuda,
@@ -30,7 +30,7 @@ ROWS, VOCAB = 64, 1000
 
 
 def on_gpu(op: Op, seed: int = 0, mesh: DeviceMesh | None = None) -> Batch:
-    return draw_batch(op, (ROWS,), VOCAB, device="cuda", mesh=mesh, place=place, seed=seed)
+    return draw_batch(op, (ROWS,), VOCAB, device="cuda", mesh=mesh, place=place_part, seed=seed)
 
 
 def refill(batch: Batch, fresh: Batch) -> None:
@@ -82,9 +82,9 @@ def test_nothing_waits_in_compiled_code(op: Op) -> None:
 
 
 def check_nothing_waits(step: Callable[..., Tensor], batch: Batch) -> None:
-    train(step, batch)  # compiles
+    run_step(step, batch)  # compiles
     with no_waiting():
-        train(step, batch)
+        run_step(step, batch)
 
 
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
@@ -98,14 +98,14 @@ def check_cuda_graph(step: Callable[..., Tensor], batch: Batch, others: list[Bat
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            train(step, batch)
+            run_step(step, batch)
     torch.cuda.current_stream().wait_stream(side)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = train(step, batch)
+        captured = run_step(step, batch)
     for fresh in others:
-        expected = train(step, fresh)
+        expected = run_step(step, fresh)
         refill(batch, fresh)
         graph.replay()
         for got, wanted in zip(captured, expected, strict=True):
@@ -120,7 +120,7 @@ def test_reduce_overhead_skips_no_cuda_graph(op: Op) -> None:
     for seed in range(5):
         batch = on_gpu(op, seed)
         torch.compiler.cudagraph_mark_step_begin()
-        for got, wanted in zip(train(step, batch), train(loss, batch), strict=True):
+        for got, wanted in zip(run_step(step, batch), run_step(loss, batch), strict=True):
             assert_close(got, wanted)
     assert counters["inductor"]["cudagraph_skips"] == 0
 
@@ -151,7 +151,10 @@ def _nccl_rank(rank: int, file: Path) -> None:
         loss, batches = loss_of(op), [on_gpu(op, seed, mesh) for seed in range(4)]
         step = compiled(loss)
         for got, wanted, plain in zip(
-            train(step, batches[0]), train(loss, batches[0]), train(loss, on_gpu(op)), strict=True
+            run_step(step, batches[0]),
+            run_step(loss, batches[0]),
+            run_step(loss, on_gpu(op)),
+            strict=True,
         ):
             assert_close(got, plain)
             assert_close(wanted, plain)

@@ -12,9 +12,9 @@ from torch import fx
 
 from tests.graphs import Graphs, calls, ours, short_name
 from tests.ops import OP, OPS, Op
-from tests.rank_zero import lone_rank, place
+from tests.rank_zero import lone_rank, place_part
 from tests.ranks import World, on_mesh
-from tests.step import Batch, compiled, draw_batch, loss_of, train
+from tests.step import Batch, compiled, draw_batch, loss_of, run_step
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
 
@@ -32,7 +32,7 @@ def graphs_of(op: Op, sharded: bool = True, constant_teacher: bool = False) -> G
     key = (str(op), sharded, constant_teacher)
     if key not in _SEEN:
         with lone_rank(2) if sharded else contextlib.nullcontext() as mesh:
-            batch = draw(op, mesh=mesh, place=place)
+            batch = draw(op, mesh=mesh, place=place_part)
             if constant_teacher:
                 batch.heads[op.logits.index("teacher")].requires_grad_(False)
             _SEEN[key] = capture(op, batch)
@@ -49,7 +49,7 @@ def draw(op: Op, **options: Any) -> Batch:
 
 def capture(op: Op, batch: Batch) -> Graphs:
     graphs = Graphs()
-    train(compiled(loss_of(op), backend=graphs.backend), batch)
+    run_step(compiled(loss_of(op), backend=graphs.backend), batch)
     return graphs
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtensor_vocab.autograd import PerToken
 from tests.ops import LOGITS, OPS, Inputs, Op, draw, upstream
-from tests.rank_zero import lone_rank, place
+from tests.rank_zero import lone_rank, place_part
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
 
@@ -92,8 +92,8 @@ def test_nothing_waits_on_the_cpu(op: Op, sharded: bool) -> None:
     with lone_rank(2) as mesh:
         for name, value in inputs.items():
             placement = Shard(-1) if name in LOGITS else Replicate()
-            inputs[name] = place(value, mesh, [placement])
-        grads = [grad if grad is None else place(grad, mesh, [Replicate()]) for grad in grads]
+            inputs[name] = place_part(value, mesh, [placement])
+        grads = [grad if grad is None else place_part(grad, mesh, [Replicate()]) for grad in grads]
         run(op, inputs, options, grads)
 
 

@@ -355,10 +355,10 @@ def test_empty_shards(op: Op, vocab: int, ranks: int) -> None:
 def test_operators_take_no_start_for_0(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain tensors on a GPU have none."""
 
-    def place(*args: Any) -> Vocabulary:
+    def place_without_start(*args: Any) -> Vocabulary:
         return place_vocabulary(*args)._replace(start=None)
 
-    monkeypatch.setattr(checks, "place_vocabulary", place)
+    monkeypatch.setattr(checks, "place_vocabulary", place_without_start)
     inputs = draw(op, vocab=9)
     for name in op.logits:
         inputs[name] = torch.cat([inputs[name], torch.zeros(6, 2)], -1)

@@ -351,7 +351,7 @@ def test_invalid_arguments_raise_the_same_error_on_every_rank(op: Op) -> None:
 # ------------------------------------------------------------------ a column-parallel LM head
 
 
-def train(head: nn.Module, hidden: Tensor, index: Tensor, teacher: Tensor) -> list[Tensor]:
+def train_head(head: nn.Module, hidden: Tensor, index: Tensor, teacher: Tensor) -> list[Tensor]:
     """A loss of several ops, and the gradients of the head and of its input."""
     logits = head(hidden)
     loss = (
@@ -376,12 +376,12 @@ def train_like_one_process(ranks: int) -> None:
         head.weight.data.copy_(weight)
         return head, hidden.clone().requires_grad_()
 
-    expected = train(*fresh(), index, teacher)
+    expected = train_head(*fresh(), index, teacher)
     with on_mesh((ranks,)) as mesh:
         head, leaf = fresh()
         style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
         head = parallelize_module(head, mesh, style)
-        loss, to_weight, to_hidden = train(
+        loss, to_weight, to_hidden = train_head(
             head, leaf, index, distribute(teacher, mesh, [Shard(-1)])
         )
         to_weight = to_weight.full_tensor()

@@ -47,7 +47,7 @@ class Tied(nn.Module):
         return self.lm_head(self.layer(self.embed(tokens)).tanh())
 
 
-def train(model: Tied, ops: Any) -> list[float]:
+def train_tied(model: Tied, ops: Any) -> list[float]:
     """Steps of gradient descent on the next token; the losses."""
     tokens = torch.randint(VOCAB, (4, 9), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
@@ -69,13 +69,13 @@ def sharded(mesh: DeviceMesh, **plan: ParallelStyle) -> Tied:
 
 def test_tied_again_trains_as_on_one_process() -> None:
     one = Tied()
-    expected = train(one, naive)
+    expected = train_tied(one, naive)
     assert expected[-1] < expected[0] - 0.5
     with on_mesh((2,)) as mesh:
         model = sharded(mesh, embed=RowwiseParallel(input_layouts=Replicate()))
         assert not model.is_tied
         model.tie()
-        losses = train(model, dv)
+        losses = train_tied(model, dv)
         assert model.is_tied and model.embed.weight.placements == (Shard(0),)
         weight = model.embed.weight.full_tensor()
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -84,10 +84,10 @@ def test_tied_again_trains_as_on_one_process() -> None:
 
 def test_plan_without_the_embedding_unties_the_head() -> None:
     """The README warns of it: when this fails, torch keeps weights tied, and the warning can go."""
-    expected = train(Tied(), naive)
+    expected = train_tied(Tied(), naive)
     with on_mesh((2,)) as mesh:
         model = sharded(mesh)
         assert not model.is_tied
-        losses = train(model, dv)
+        losses = train_tied(model, dv)
     assert losses[0] == pytest.approx(expected[0], rel=1e-5)
     assert abs(losses[-1] - expected[-1]) > 0.01

@@ -16,7 +16,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 import dtensor_vocab as dv
 from bench import naive
-from bench.train import cli as train
+from bench.train import cli
 from bench.train.job import Job, Outcome, Run, merge, train_one, train_ranks
 from bench.train.launch import launch
 from bench.train.text import UNKNOWN, text_ids, windows
@@ -32,7 +32,7 @@ TINY_OPTIONS = "--steps 6 --policy-steps 2 --batch 8 --length 16 --vocab 301 --d
 
 
 def test_default_run_passes(capfd: pytest.CaptureFixture[str]) -> None:
-    assert train.main([*TINY_OPTIONS.split(), "--dp", "1"]) == 0
+    assert cli.main([*TINY_OPTIONS.split(), "--dp", "1"]) == 0
     out = capfd.readouterr().out
     assert out.count("  ok\n") == 3
     assert "one rank  step   2 of 2  policy loss" in out
@@ -41,9 +41,9 @@ def test_default_run_passes(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("what", ["loss", "gradient norm", "weight"])
 @pytest.mark.parametrize("value", [1e-3, torch.nan, torch.inf])
 def test_large_differences_fail(what: str, value: float) -> None:
-    found = dict.fromkeys(train.FP32_ALLOWS, 0.0)
-    assert train.passes(found, train.FP32_ALLOWS)
-    assert not train.passes({**found, what: value}, train.FP32_ALLOWS)
+    found = dict.fromkeys(cli.FP32_ALLOWS, 0.0)
+    assert cli.passes(found, cli.FP32_ALLOWS)
+    assert not cli.passes({**found, what: value}, cli.FP32_ALLOWS)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_unusable_options_are_refused(
     options: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        train.parse(options.split())
+        cli.parse(options.split())
     assert f"error: argument {message}" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -93,7 +93,7 @@ def four_ranks() -> dict[str, tuple[Job, Outcome]]:
         "eager": replace(TINY, accumulate=2, clip=0.1),
         "compiled": replace(TINY, compile=True, clip=torch.inf),
     }
-    with eager_kernels():
+    with eager_kernels_on_ranks():
         outcomes = launch(_train_each, 4, "cpu", list(jobs.values()), 2, 2)
     return {
         kind: (job, merge(list(ranks), tp=2))
@@ -102,7 +102,7 @@ def four_ranks() -> dict[str, tuple[Job, Outcome]]:
 
 
 @contextlib.contextmanager
-def eager_kernels() -> Iterator[None]:
+def eager_kernels_on_ranks() -> Iterator[None]:
     """For ranks to be started: the kernels' compilation is the command's test to wait for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTENSOR_VOCAB_KERNELS", "eager")
@@ -114,8 +114,8 @@ def test_fsdp_with_tensor_parallel_matches_one_rank(
     four_ranks: dict[str, tuple[Job, Outcome]], kind: str
 ) -> None:
     job, outcome = four_ranks[kind]
-    found = train.differences(outcome, train_one(job, "cpu", outcome))
-    assert train.passes(found, train.FP32_ALLOWS)
+    found = cli.differences(outcome, train_one(job, "cpu", outcome))
+    assert cli.passes(found, cli.FP32_ALLOWS)
 
 
 def test_gradient_clipping_changes_the_losses(four_ranks: dict[str, tuple[Job, Outcome]]) -> None:
@@ -207,7 +207,7 @@ def _train_cases() -> dict[str, Outcome]:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Outcome]]:
     """The outcomes of ``CASES`` on each rank."""
-    with eager_kernels():
+    with eager_kernels_on_ranks():
         return launch(_train_cases, 2, "cpu")
 
 
@@ -218,10 +218,10 @@ def test_sharding_adds_at_most_twice_the_error_of_bf16(
     _, job, _, tp = CASES[case]
     outcome = merge([outcomes[case] for outcomes in two_ranks], tp)
     one = train_one(job, "cpu", outcome)
-    bf16 = train.differences(one, train_one(replace(job, bf16=False), "cpu", outcome))
-    found = train.differences(outcome, one)
-    assert train.passes(found, train.BF16_ALLOWS)
-    assert train.passes(found, {what: 2 * value for what, value in bf16.items()})
+    bf16 = cli.differences(one, train_one(replace(job, bf16=False), "cpu", outcome))
+    found = cli.differences(outcome, one)
+    assert cli.passes(found, cli.BF16_ALLOWS)
+    assert cli.passes(found, {what: 2 * value for what, value in bf16.items()})
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_sharding_adds_at_most_twice_the_error_of_bf16(
 def test_faults_are_found(two_ranks: list[dict[str, Outcome]], fault: str) -> None:
     _, job, _, tp = CASES[fault]
     outcome = merge([outcomes[fault] for outcomes in two_ranks], tp)
-    found = train.differences(outcome, train_one(job, "cpu", outcome))
-    assert not train.passes(found, train.FP32_ALLOWS)
+    found = cli.differences(outcome, train_one(job, "cpu", outcome))
+    assert not cli.passes(found, cli.FP32_ALLOWS)
 
 
 def test_ranks_that_disagree_are_found(two_ranks: list[dict[str, Outcome]]) -> None:

@@ -37,7 +37,7 @@ def llama(seed: int) -> nn.Module:
     )
 
 
-def train(student: nn.Module, teacher: nn.Module, ops: Any) -> list[float]:
+def train_llama(student: nn.Module, teacher: nn.Module, ops: Any) -> list[float]:
     """Steps of likelihood with an entropy bonus and reverse KL to a teacher; the losses."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCAB, (4, 13), generator=generator)
@@ -60,7 +60,7 @@ def train(student: nn.Module, teacher: nn.Module, ops: Any) -> list[float]:
 
 def test_llama_trains_as_on_one_process() -> None:
     expected = llama(0)
-    expected_losses = train(expected, llama(1), naive)
+    expected_losses = train_llama(expected, llama(1), naive)
     assert expected_losses[-1] < expected_losses[0] - 0.2
     with on_mesh((2,)) as mesh:
         style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -68,7 +68,7 @@ def test_llama_trains_as_on_one_process() -> None:
             parallelize_module(llama(seed), mesh, {"lm_head": style}) for seed in (0, 1)
         )
         assert student(torch.zeros(1, 1, dtype=torch.long)).logits.placements == (Shard(2),)
-        losses = train(student, teacher, dv)
+        losses = train_llama(student, teacher, dv)
         weights = {
             name: weight.full_tensor() if isinstance(weight, DTensor) else weight
             for name, weight in student.named_parameters()

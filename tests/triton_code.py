@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
 from tests.ops import LOGITS, OP, OPS, Op
-from tests.rank_zero import place
+from tests.rank_zero import place_part
 from tests.test_no_sync import NoWaiting, without_engine
 
 ROWS, VOCAB, K = 8192, 16032, 64
@@ -288,7 +288,7 @@ def arguments(op: Op, mesh: DeviceMesh | None) -> list[Tensor]:
         dtype = {"teacher_logprobs": torch.float32, **dict.fromkeys(LOGITS, torch.bfloat16)}
         full = torch.empty(ROWS, *lead, dtype=dtype.get(name, torch.int64), device="cuda")
         placement = Shard(-1) if name in LOGITS else Replicate()
-        made.append(full if mesh is None else place(full, mesh, [placement]))
+        made.append(full if mesh is None else place_part(full, mesh, [placement]))
     return made
 
 
