@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-# Otherwise each process starts a pool of compilers for the few small kernels that it compiles.
+# Otherwise each process starts a pool of compile workers for the few small kernels it compiles.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
@@ -13,8 +13,10 @@ import torch
 
 from tests.ranks import RealRanks, World
 
-logging.getLogger("torch.__trace").propagate = False  # It would fill the report of a failure.
-# Ranks have one thread, and compiled kernels depend on the number: so they are shared.
+# Otherwise the trace log fills the report of a failed test.
+logging.getLogger("torch.__trace").propagate = False
+# Compiled kernels depend on the number of threads. Ranks have one thread, so they can share the
+# kernels of this process if it has one thread too.
 torch.set_num_threads(1)
 
 
@@ -30,7 +32,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of the code around the kernels need no compiler, which would take minutes."""
+    """Runs the kernels eagerly. Compiling them for tests of the code around them takes minutes."""
     monkeypatch.setenv("DTENSOR_VOCAB_KERNELS", "eager")
 
 

@@ -31,20 +31,21 @@ class Op:
 
     name: str
     arguments: tuple[str, ...]
-    """Names of the tensor arguments, in order; ``draw`` knows what they are."""
+    """Names of the tensor arguments, in order. ``draw`` makes inputs by these names."""
     ids: tuple[int, ...] = ()
-    """Trailing dims of the ids: () for one a position, (K,) for K."""
+    """Trailing dims of the ids: () for one per position, (K,) for K."""
     options: Mapping[str, Any] = field(default_factory=dict)
     numbers: tuple[int, ...] = (5,)
-    """How many a row each collective carries, forward, where the vocabulary is sharded."""
+    """Numbers per row that each forward collective carries where the vocabulary is sharded."""
     constant: bool = False
-    """Has no gradients at all."""
+    """Whether the op has no gradients at all."""
 
     def __call__(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
         return _as_tuple(getattr(dv, self.name)(*inputs, **{**self.options, **options}))
 
     def oracle(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        options.pop("inplace_backward", None)  # changes where the gradient is, not what
+        # The option changes the memory of the gradient, not its values.
+        options.pop("inplace_backward", None)
         return _as_tuple(getattr(oracle, self.name)(*inputs, **{**self.options, **options}))
 
     def with_options(self, **options: Any) -> Op:
@@ -61,7 +62,7 @@ class Op:
 
     @property
     def ids_name(self) -> str | None:
-        """The argument with ids, of which some may be ignored."""
+        """The name of the argument with ids, some of which may be ignored."""
         return next(
             (name for name in self.arguments if name in ("index", "target", "teacher_ids")), None
         )
@@ -76,7 +77,7 @@ class Op:
         return self.name == "cross_entropy" and self.options.get("reduction", "mean") != "none"
 
     def within(self, vocab: int) -> Op:
-        """The same for a vocabulary that may be smaller than k."""
+        """Returns the op with k lowered to the size of the vocabulary if that is smaller."""
         return self.with_options(k=min(self.options["k"], vocab)) if "k" in self.options else self
 
 
@@ -109,22 +110,22 @@ OP = {str(op): op for op in OPS}
 PAIRS = [op for op in OPS if len(op.logits) == 2]
 WITH_IDS = [op for op in OPS if op.ids_name]
 AT_IDS = [op for op in WITH_IDS if op.logits == ("logits",)]
-"""Those whose value is of the ids alone."""
+"""Ops that return one value for each id."""
 ROW_BY_ROW = [op for op in OPS if not op.reduces_rows]
 PATHS = [
-    OP["logprobs(K=3)"],  # one softmax, with ids
-    OP["entropy"],  # one softmax, without ids
-    OP["logprobs_and_entropy"],  # two results in one tensor
-    OP["kl_div"],  # two softmaxes
-    OP["js_div(beta=0.3)"],  # two collectives
-    OP["cross_entropy(reduction=mean,z_loss=0.1)"],  # a sum over rows
-    OP["topk_logprobs(k=3)"],  # ids as a result
-    OP["argmax"],  # no gradient
-    OP["topk_kl_div(tail=True,K=3)"],  # gradients of its own
+    OP["logprobs(K=3)"],  # computes one softmax, and takes ids
+    OP["entropy"],  # computes one softmax, and takes no ids
+    OP["logprobs_and_entropy"],  # returns two results
+    OP["kl_div"],  # computes two softmaxes
+    OP["js_div(beta=0.3)"],  # communicates twice
+    OP["cross_entropy(reduction=mean,z_loss=0.1)"],  # sums over rows
+    OP["topk_logprobs(k=3)"],  # returns ids
+    OP["argmax"],  # has no gradient
+    OP["topk_kl_div(tail=True,K=3)"],  # has a gradient of the teacher's log-probabilities
 ]
-"""One op for each way through the code, for what does not depend on an op's formula."""
+"""One op for each code path, for behaviour that does not depend on an op's formula."""
 GRADIENT_PATHS = [op for op in PATHS if not op.constant and op.name != "entropy"]
-"""The same for what concerns autograd alone, where ops with and without ids do not differ."""
+"""One op for each code path of autograd, which does not distinguish ops with and without ids."""
 
 
 def named(*names: str) -> list[Op]:
@@ -135,7 +136,7 @@ def named(*names: str) -> list[Op]:
 
 
 class Layout(NamedTuple):
-    """Where logits lie: the shape of a mesh and a placement for each of its dims."""
+    """The placements of logits: the shape of a mesh and a placement for each of its dims."""
 
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...]
@@ -145,7 +146,7 @@ class Layout(NamedTuple):
         return "-".join(f"{size}{f'S{p.dim}' if isinstance(p, Shard) else 'R'}" for size, p in each)
 
     def rows(self, ndim: int) -> tuple[Placement, ...]:
-        """The placements of one value a row, for logits with ``ndim`` dims."""
+        """The placements of a tensor with one value per row, for logits with ``ndim`` dims."""
         return tuple(
             Shard(p.dim % ndim)
             if isinstance(p, Shard) and p.dim % ndim != ndim - 1
@@ -155,7 +156,7 @@ class Layout(NamedTuple):
 
     @property
     def nowhere(self) -> tuple[Placement, ...]:
-        """Sharded on no mesh dim."""
+        """The placements of a tensor that is replicated on every mesh dim."""
         return (Replicate(),) * len(self.mesh)
 
     def shards_vocab(self, ndim: int) -> bool:
@@ -199,7 +200,7 @@ def draw(
 
 
 def upstream(outputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """A gradient for each output that takes one; exact in every dtype."""
+    """Returns a gradient for each output of floating dtype, with values exact in every dtype."""
     generator = torch.Generator().manual_seed(1)
     return [
         torch.randint(-8, 9, out.shape, generator=generator).to(out.dtype) / 4
@@ -209,7 +210,7 @@ def upstream(outputs: Sequence[Tensor]) -> list[Tensor | None]:
     ]
 
 
-# ------------------------------------------------------------------ what must come
+# ------------------------------------------------------------------ expected results
 
 
 class Expected(NamedTuple):
@@ -226,9 +227,10 @@ def expect(
     edit: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Expected:
-    """The oracle's outputs and gradients, in fp64; ``grads`` are upstream, None for random ones.
+    """Returns the oracle's outputs and gradients in fp64.
 
-    ``edit`` is what the caller does to an output before its gradient comes.
+    ``grads`` are the upstream gradients, None for random ones. ``edit`` changes each output before
+    the backward pass.
     """
     leaves = {
         name: value.detach().double().requires_grad_() if name in op.differentiable else value
@@ -251,7 +253,7 @@ def expect(
     return Expected(tuple(out.detach() for out in outputs), gradients, grads)
 
 
-# ------------------------------------------------------------------ what comes
+# ------------------------------------------------------------------ observed results
 
 
 class Observed(NamedTuple):
@@ -274,7 +276,7 @@ def observe(
     """Runs an op on plain tensors, or as DTensors on a mesh, forward and backward.
 
     ``grads`` are the upstream gradients and ``needs`` the names of the logits that require one.
-    Whatever is drawn is drawn by the caller: inside a simulated mesh it would differ by rank.
+    The caller draws all random values, which would differ by rank inside a simulated mesh.
     """
     placed = {name: place(name, value, mesh, layout, inputs) for name, value in inputs.items()}
     options = {
@@ -308,7 +310,7 @@ def observe(
 def place(
     name: str, value: Tensor, mesh: DeviceMesh | None, layout: Layout | None, inputs: Inputs
 ) -> Tensor:
-    """An input as a leaf of its own: logits in the layout, per-row values beside them."""
+    """Returns an input as a new leaf, with per-row values placed like the rows of the logits."""
     if mesh is None or layout is None:
         return value.detach()
     if name in LOGITS:
@@ -329,7 +331,7 @@ def check(
     edit: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> Observed:
-    """Values, gradients, dtypes, placements and collectives of a call, all as the oracle's."""
+    """Checks values, gradients, dtypes, placements and collectives against the oracle's."""
     expected = expect(op, inputs, grads, edit, **options)
     if layout is None:
         observed = observe(op, inputs, None, None, expected.grads, needs, edit, **options)
@@ -371,7 +373,7 @@ def _assert_placed(
     placements: Sequence[Placement] | None,
     gradient: bool = False,
 ) -> None:
-    """A tensor of the whole, or what each rank holds of it in these placements."""
+    """Compares a plain tensor with ``expected``, or each rank's part of a DTensor with its part."""
     if layout is None or placements is None:
         assert not isinstance(actual, DTensor)
         oracle.assert_parts({0: actual.detach()}, {0: expected}, gradient)
@@ -387,7 +389,7 @@ def _assert_placed(
 def assert_placement(
     actual: Tensor, layout: Layout, placements: Sequence[Placement], shape: Sequence[int]
 ) -> None:
-    """A DTensor of this global shape, placed so (``Shard(-1)`` being the last dim)."""
+    """Checks the global shape, mesh and placements of a DTensor; ``Shard(-1)`` is the last dim."""
     assert isinstance(actual, DTensor), f"expected a DTensor, got {type(actual).__name__}"
     assert tuple(actual.shape) == tuple(shape), f"global shape {actual.shape}, expected {shape}"
     assert tuple(actual.device_mesh.shape) == layout.mesh

@@ -201,7 +201,10 @@ def _entropy(x: Tensor, temperature: float | Tensor, vocab_size: int | None) -> 
 
 
 def _divergence(log_a: Tensor, log_b: Tensor, dead: Tensor) -> Tensor:
-    """Σ a (log a - log b): +inf where b lacks what a has, NaN for dead rows, both constants."""
+    """Returns Σ a (log a - log b).
+
+    It is +inf where b has no mass and a has some, and NaN for dead rows, without a gradient.
+    """
     infinite = ((log_a > -INF) & (log_b == -INF)).any(-1)
     used = (log_a != -INF) & ~(infinite | dead).unsqueeze(-1)
     a, b = (torch.where(used, z, 0) for z in (log_a, log_b))
@@ -210,13 +213,13 @@ def _divergence(log_a: Tensor, log_b: Tensor, dead: Tensor) -> Tensor:
 
 
 def _ranked(x: Tensor, vocab_size: int | None) -> Tensor:
-    """Ids in descending order of their logits. Equal logits are in ascending order of ids."""
+    """Returns ids in descending order of logits, and in ascending order for equal logits."""
     x = _scaled(x.detach(), 1.0, vocab_size)[0]
     return x.sort(dim=-1, descending=True, stable=True).indices
 
 
 def _stop_at_zero(x: Tensor, *values: Tensor) -> None:
-    """No gradient for rows of ``x`` where that of all ``values`` is 0, whatever the rows hold."""
+    """Makes the gradient of a row of ``x`` 0 if those of all ``values`` are 0, even for NaN."""
     received: list[Tensor] = []
 
     def note(gradient: Tensor) -> None:
@@ -238,8 +241,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def assert_values(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """Ids are equal. Numbers are within the tolerance of ``actual``'s dtype, infinities and NaN in
-    the same places.
+    """Checks that ids are equal and that numbers are within the tolerance of their dtype.
+
+    Infinities and NaN must be in the same places.
     """
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     if not actual.dtype.is_floating_point:
@@ -253,7 +257,10 @@ def assert_values(actual: Tensor, expected: Tensor, tolerance: float | None = No
 
 
 def assert_gradient(actual: Tensor | None, expected: Tensor) -> None:
-    """Within tolerance (one rounding for 16-bit gradients), and exactly 0 where ``expected`` is."""
+    """Checks that a gradient is within tolerance, and exactly 0 where ``expected`` is 0.
+
+    16-bit gradients may differ by one rounding.
+    """
     assert actual is not None, "no gradient"
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     if actual.dtype in TOLERANCE:
@@ -265,7 +272,7 @@ def assert_gradient(actual: Tensor | None, expected: Tensor) -> None:
 
 
 def assert_rounded_once(actual: Tensor, expected: Tensor) -> None:
-    """A 16-bit tensor is a result of fp32 math near ``expected``, rounded to nearest."""
+    """Checks that a 16-bit tensor is ``expected``, computed in fp32 and rounded once to nearest."""
     slack = 1e-5 * expected.abs() + 1e-6
     low, high = (expected - slack).to(actual.dtype), (expected + slack).to(actual.dtype)
     sound = ((low <= actual) & (actual <= high)) | (expected.isnan() & actual.isnan())
@@ -273,7 +280,7 @@ def assert_rounded_once(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_bytes_equal(actual: Tensor, expected: Tensor) -> None:
-    """Equal to the bit, including NaN and the sign of 0."""
+    """Checks that tensors are equal to the bit, including NaN and the sign of 0."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     same = _bytes(actual).equal(_bytes(expected))
@@ -287,7 +294,7 @@ def _bytes(x: Tensor) -> Tensor:
 def assert_parts(
     parts: dict[int, Tensor], expected: dict[int, Tensor], gradient: bool = False
 ) -> None:
-    """The local tensor of each rank is the one expected of it."""
+    """Checks the local tensor of each rank against the expected one."""
     for rank, local in parts.items():
         try:
             (assert_gradient if gradient else assert_values)(local, expected[rank])

@@ -1,7 +1,7 @@
-"""Rank 0 of a mesh alone, in this process, over a process group that communicates nothing.
+"""A mesh of which only rank 0 exists, over a process group that communicates nothing.
 
-For what simulated ranks cannot show: the graphs and the operators that one rank runs. What its
-collectives give is no result, and is not checked.
+It shows the graphs and operators that one rank runs, which simulated ranks cannot show. The results
+of its collectives are meaningless, so tests do not check them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ranks import on_mesh, part
 
 @contextlib.contextmanager
 def lone_rank(*shape: int) -> Iterator[DeviceMesh]:
-    """A mesh of this shape that outlives the simulation of its ranks."""
+    """Yields a mesh of this shape, outside of the simulation of its ranks."""
     with on_mesh(shape) as mesh:
         pass
     with mock.patch.object(torch, "_assert_async", lambda *_: None):
@@ -29,7 +29,7 @@ def lone_rank(*shape: int) -> Iterator[DeviceMesh]:
 
 
 def place_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """``full`` as a DTensor, of which this rank holds its part."""
+    """Returns ``full`` as a DTensor, of which this process holds the part of rank 0."""
     local = part(full, mesh.shape, placements, 0).detach()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()

@@ -1,4 +1,4 @@
-"""A training step round an op: LM heads make the logits, a masked loss takes the results."""
+"""A training step around an op: LM heads compute the logits, a masked loss sums the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ops import LOGITS, OPS, Op, draw
 from tests.ranks import distribute
 
 ONE_EACH = list({op.name: op for op in OPS}.values())
-"""One for each public function."""
+"""One op for each public function."""
 
 WIDTH = 4
 
@@ -27,12 +27,13 @@ class Batch(NamedTuple):
     """Arguments of a loss."""
 
     hidden: Tensor
-    """``[*, WIDTH]``, that one or two heads ``[V, WIDTH]`` are applied to."""
+    """Hidden states ``[*, WIDTH]``, the input of the heads."""
     heads: tuple[Tensor, ...]
+    """Weights ``[V, WIDTH]`` of one or two LM heads."""
     others: tuple[Tensor, ...]
-    """Ids and the like, ``[*]`` or ``[*, K]``."""
+    """The op's arguments other than logits, ``[*]`` or ``[*, K]``."""
     mask: Tensor
-    """``[*]``."""
+    """True for the rows that the loss counts, ``[*]``."""
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -50,9 +51,10 @@ def draw_batch(
     place: Callable[..., Tensor] = distribute,
     seed: int = 0,
 ) -> Batch:
-    """Random arguments, some ids to be ignored; on ``mesh`` with heads sharded over its last dim.
+    """Draws random arguments, with some ids ignored.
 
-    ``row_placements`` are those of the rows on the mesh dims before it.
+    On ``mesh``, the heads are sharded over the last mesh dim, and ``row_placements`` are the
+    placements of the rows on the other mesh dims.
     """
     inputs = draw(op, rows, vocab, seed=seed)
     if op.ids_name:
@@ -72,7 +74,7 @@ def draw_batch(
 
 
 def loss_of(op: Op) -> Callable[..., Tensor]:
-    """A function of a batch: the op on logits made inside of it, what is masked left out.
+    """Returns a function of a batch that computes logits, calls the op and sums unmasked results.
 
     The logits of a head that needs no gradient are constants.
     """
@@ -97,7 +99,7 @@ def _masked_sum(out: Tensor, mask: Tensor) -> Tensor:
 
 
 def run_step(loss: Callable[..., Tensor], batch: Batch) -> list[Tensor]:
-    """The loss and, where it has any, the gradients of the leaves."""
+    """Returns the loss and, if it has a gradient, the gradients of the leaves."""
     value = loss(*batch)
     if not value.requires_grad:
         return [value]
@@ -108,10 +110,10 @@ _NUMBER = itertools.count()
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``torch.compile`` in one graph, with nothing remembered of earlier tests.
+    """Compiles a copy of a function in one graph, independently of earlier tests.
 
-    Dynamo counts recompilations by code object, and knows from the function's name and place in
-    its file which sizes to make dynamic.
+    Dynamo counts recompilations per code object, and identifies by the function's name and
+    position in its file which sizes to make dynamic. So the copy has a name of its own.
     """
     name = f"{function.__name__}_{next(_NUMBER)}"
     code = function.__code__.replace(co_name=name)
