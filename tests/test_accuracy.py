@@ -1,4 +1,4 @@
-"""Errors against fp64, those of plain fp32 torch beside them, and bits that ops share."""
+"""Errors of the ops compared with those of plain fp32 torch, and results of equal bits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_error_is_at_most_that_of_plain_torch(op: Op, layout: Layout | None) -> 
 
 
 def assert_no_less_accurate(actual: Tensor, composite: Tensor, expected: Tensor) -> None:
-    """Compares the root mean squares of the errors; two orders of one sum differ by a tenth."""
+    """Compares root mean square errors. Summing in another order changes them by up to a tenth."""
     ours, theirs = (
         (x.detach().double() - expected).square().mean().sqrt() for x in (actual, composite)
     )
@@ -89,7 +89,7 @@ def assert_no_less_accurate(actual: Tensor, composite: Tensor, expected: Tensor)
 
 
 def errors_of_small_divergences(op: Op, layout: Layout | None) -> tuple[Tensor, Tensor]:
-    """Divergences from 1e-12 to 1e-3 on the logits as rounded to fp32, and their errors."""
+    """Returns divergences of fp32 logits, from 1e-12 to 1e-3, and the errors of the op."""
     teacher = 3 * torch.randn(256, 1000)
     noise = torch.logspace(-5.7, -0.9, 256).unsqueeze(-1) * torch.randn(256, 1000)
     inputs = {"student": teacher + noise, "teacher": teacher}
@@ -108,7 +108,7 @@ def errors_of_small_divergences(op: Op, layout: Layout | None) -> tuple[Tensor, 
 def test_small_kl_divergence_has_a_small_absolute_error(
     op: Op, layout: Layout | None, eager_kernels: None
 ) -> None:
-    """It is a difference of logarithms that are rounded to fp32, as in plain torch."""
+    """The value is a difference of logarithms that are rounded to fp32, as in plain torch."""
     value, error = errors_of_small_divergences(op, layout)
     assert error.amax() < 6e-7
     assert (error < 2e-3 * value)[value > 3e-4].all()
@@ -118,7 +118,7 @@ def test_small_kl_divergence_has_a_small_absolute_error(
 def test_small_jensen_shannon_divergence_has_a_small_relative_error(
     layout: Layout | None, eager_kernels: None
 ) -> None:
-    """Its terms keep the digits of s - t, whose rounding the square root stands for."""
+    """Rounding s - t to fp32 causes an error in proportion to the root of the divergence."""
     value, error = errors_of_small_divergences(OP["js_div(beta=0.3)"], layout)
     assert (error < 2e-7 * value.sqrt() + 1e-5 * value).all()
 
@@ -135,7 +135,7 @@ def test_small_jensen_shannon_divergence_has_a_small_relative_error(
 def test_three_ops_give_log_probabilities_of_the_same_bits(
     k: int | None, options: dict[str, Any], layout: Layout | None
 ) -> None:
-    """So exp(new - old) is exactly 1 where the two come from different ops on the same logits."""
+    """Then exp(new - old) is exactly 1 if two different ops return them for the same logits."""
     inputs = {
         "logits": (2 * torch.randn(33, 4099)).bfloat16(),
         "index": torch.randint(4001, (33, k) if k else (33,)),

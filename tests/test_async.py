@@ -1,4 +1,4 @@
-"""Inputs that are results of collectives which nobody has waited for."""
+"""Inputs that are the results of unfinished asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOVES = {
     ids=str,
 )
 def test_unfinished_logits_give_the_same_bits(op: Op, move: str) -> None:
-    """Straight from ``redistribute(async_op=True)`` into the op, ids too."""
+    """The op takes logits and ids straight from ``redistribute(async_op=True)``."""
     check_moved_logits(op, move, TIMES)
 
 
@@ -79,7 +79,7 @@ def _is_unfinished(x: DTensor) -> bool:
 
 
 def _placed(full: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    if isinstance(placement, Partial):  # all of it on the first rank
+    if isinstance(placement, Partial):  # The first rank holds all of it, the others zeros.
         full = full if mesh.get_rank() == 0 else torch.zeros_like(full)
         placed = DTensor.from_local(full, mesh, [placement], run_check=False)
     else:

@@ -75,7 +75,7 @@ def test_unusable_options_are_refused_before_any_work(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(cli, "copy_bandwidth")  # the first work
+    monkeypatch.delattr(cli, "copy_bandwidth")  # Work begins with this call.
     with pytest.raises(SystemExit):
         cli.main(options.split())
     assert f"error: argument {message}" in capsys.readouterr().err.splitlines()[-1]

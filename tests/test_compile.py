@@ -270,7 +270,7 @@ def test_id_out_of_range_on_one_rank_raises_in_compiled_code(
 
 
 def check_range(op: Op, backend: str, training: bool, batch: Batch, here: bool) -> None:
-    """A bad id raises on every rank, also if it is ``here`` on one alone."""
+    """Checks that a bad id raises on every rank, even if only one rank has it (``here``)."""
     loss = loss_of(op)
     step = compiled(loss, backend=backend)
     *others, ids = batch.others

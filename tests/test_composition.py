@@ -231,7 +231,7 @@ def test_inference_mode_inputs_allow_gradients_of_the_others(
 
 
 def test_teacher_of_inference_mode_on_simulated_ranks(eager_kernels: None) -> None:
-    """Its local tensors are a subclass, whose storage is not their memory."""
+    """The teacher's local tensors are of a subclass, whose storage is not their memory."""
     inputs = draw(OP["kl_div"])
     with on_mesh((2,)) as mesh:
         student = place("student", inputs["student"], mesh, tp(2), inputs)
@@ -245,7 +245,7 @@ def test_teacher_of_inference_mode_on_simulated_ranks(eager_kernels: None) -> No
 
 
 def test_teacher_of_inference_mode_is_not_copied(eager_kernels: None) -> None:
-    """The operators read its own memory."""
+    """The operators read the teacher's own memory."""
     seen = []
     student = torch.randn(6, 10)
     with torch.inference_mode():
@@ -346,7 +346,7 @@ def test_jacrev_equals_autograd(op: Op, eager_kernels: None) -> None:
 @pytest.mark.parametrize("in_dim", [0, 1])
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
 def test_vmap_equals_a_loop_over_examples(op: Op, in_dim: int, eager_kernels: None) -> None:
-    """All inputs, only the logits or only the others are batched, with five rows in an example."""
+    """The batch dim is on all inputs, only the logits or only the others; examples have 5 rows."""
     inputs = draw(op, (4, 5)).values()
     batched = [x.transpose(0, in_dim) for x in inputs]
     one = [x[0] for x in inputs]
@@ -492,7 +492,7 @@ WRAPPERS = {
 def test_gradients_with_create_graph_cannot_be_differentiated(
     op: Op, wrapper: str, eager_kernels: None
 ) -> None:
-    """First gradients are right; a second backward through them raises."""
+    """The gradients are right, and a backward through them raises."""
     inputs = draw(op)
     leaves = [inputs[name].requires_grad_() for name in op.differentiable]
 
@@ -523,7 +523,7 @@ def test_warm_kernels_are_traced(op: Op) -> None:
 
 @pytest.mark.parametrize("op", WARM, ids=str)
 def test_linearize_in_token_weights_works_with_warm_kernels(op: Op) -> None:
-    """The logits would need forward mode, which the ops do not have."""
+    """Linearizing in the logits would need forward-mode derivatives, which the ops lack."""
     inputs = draw(op).values()
     values = op(*inputs)[0]
     weights = torch.rand_like(values)

@@ -93,7 +93,7 @@ def test_cuda_graph_replays_a_step(op: Op) -> None:
 
 
 def check_cuda_graph(step: Callable[..., Tensor], batch: Batch, others: list[Batch]) -> None:
-    """A captured step gives, for what is copied into its buffers, what it gives uncaptured."""
+    """Checks that a captured step, replayed on new values, equals the step run on them."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -126,7 +126,7 @@ def test_reduce_overhead_skips_no_cuda_graph(op: Op) -> None:
 
 
 def test_id_out_of_range_is_a_device_side_assertion() -> None:
-    """A device-side assertion, which ends all work on the GPU: in a process of its own."""
+    """The assertion makes the GPU unusable for the process, so the call has its own process."""
     program = (
         "import torch, dtensor_vocab as dv\n"
         "dv.logprobs(torch.zeros(2, 4, device='cuda'), torch.tensor([0, 4], device='cuda'))\n"

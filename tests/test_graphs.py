@@ -1,4 +1,4 @@
-"""The compiled graphs of a step have an op's own operators, one collective and no more."""
+"""The compiled graphs of a step contain only the op's operators and its collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("eager_kernels")
 
 ROWS, VOCAB = 7, 37
 COLUMNS = (19, 18)
-"""Sizes of each rank's shard, which no other tensor's dims have."""
+"""Sizes of the ranks' shards. No dim of another tensor has one of these sizes."""
 
 COLLECTIVES = ("all_gather_into_tensor", "wait_tensor")
 VIEWS = ("t", "transpose", "permute", "view", "detach", "alias")
@@ -28,7 +28,7 @@ WAITS_FOR_THE_DEVICE = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", 
 
 
 def graphs_of(op: Op, sharded: bool = True, constant_teacher: bool = False) -> Graphs:
-    """The graphs of a step with the op, on rank 0 of two if ``sharded``."""
+    """Returns the graphs of a step with the op, on rank 0 of two if ``sharded``."""
     key = (str(op), sharded, constant_teacher)
     if key not in _SEEN:
         with lone_rank(2) if sharded else contextlib.nullcontext() as mesh:
@@ -43,7 +43,7 @@ _SEEN: dict[Any, Graphs] = {}
 
 
 def draw(op: Op, **options: Any) -> Batch:
-    """The logits are bfloat16, which tells them from tensors that are computed in fp32."""
+    """Draws a batch whose bfloat16 logits differ in dtype from tensors computed in fp32."""
     return draw_batch(op, (ROWS,), VOCAB, torch.bfloat16, **options)
 
 
@@ -57,7 +57,7 @@ def capture(op: Op, batch: Batch) -> Graphs:
 
 
 def snapshot(op: str, constant_teacher: bool = False) -> str:
-    """The graphs of an op, sharded over two ranks."""
+    """Returns the text of the graphs of an op, sharded over two ranks."""
     return str(graphs_of(OP[op], constant_teacher=constant_teacher))
 
 
@@ -283,7 +283,7 @@ def test_logits_are_read_once_each_way(op: Op) -> None:
 
 
 def readers(node: fx.Node) -> set[fx.Node]:
-    """The operators that read a tensor or a view of it."""
+    """Returns the operators that read a tensor or a view of it."""
     users = {user for user in node.users if user.op == "call_function"}
     views = {user for user in users if short_name(user) in VIEWS}
     return (users - views).union(*map(readers, views))
@@ -294,7 +294,7 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Whether it has the size of the local logits."""
+    """Returns whether the tensor has the size of the local logits."""
     return ROWS in shape(node) and not {*COLUMNS, VOCAB}.isdisjoint(shape(node))
 
 

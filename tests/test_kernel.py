@@ -37,7 +37,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 # ------------------------------------------------------------------ compiled and eager
 
 
-@pytest.mark.ranks(1)  # The tests of memory there use the same kernels.
+@pytest.mark.ranks(1)  # The memory tests on that rank use the same kernels.
 @pytest.mark.parametrize("op", [OP["logprobs(K=3)"], OP["kl_div"]], ids=str)
 def test_eager_kernels_give_the_same(op: Op, request: pytest.FixtureRequest) -> None:
     inputs = draw(op, (64,), 24, torch.bfloat16)
@@ -95,7 +95,7 @@ SHARED = [OP["logprobs"], OP["kl_div"], OP["topk_logprobs(k=3)"]]
 
 
 def graphs_compiled(call: Callable[[], object]) -> int:
-    """How many graphs a call compiles, once some have been compiled and counted."""
+    """Returns how many graphs a call compiles. An earlier call must have compiled one."""
     before = unique_graphs()
     call()
     return unique_graphs() - before
@@ -119,7 +119,7 @@ def test_leading_shapes_share_kernels(op: Op) -> None:
 
 @pytest.mark.parametrize("op", SHARED, ids=str)
 def test_callers_share_kernels(op: Op) -> None:
-    """Plain tensors and DTensors, inference mode, autocast, and gradients of any strides."""
+    """DTensors, inference mode, autocast and gradients of any strides compile nothing new."""
     check(op, draw(op, (7,)))
     inputs = list(draw(op, (7,)).values())
 
@@ -139,7 +139,7 @@ def test_callers_share_kernels(op: Op) -> None:
 
 @pytest.mark.parametrize("op", SHARED[:2], ids=str)
 def test_sliced_logits_share_kernels(op: Op) -> None:
-    """``logits[..., :-1, :]`` with any number of leading dims, some of size 1."""
+    """Slices ``logits[..., :-1, :]`` may have any number of leading dims, some of size 1."""
 
     def call(*rows: int) -> None:
         inputs = draw(op, rows)
@@ -153,7 +153,7 @@ def test_sliced_logits_share_kernels(op: Op) -> None:
 
 
 def test_lone_row_is_overwritten_by_its_gradient() -> None:
-    """Compiled kernels take it as two rows."""
+    """Compiled kernels compute on two copies of a lone row, and the first is copied back."""
     op = OP["logprobs"]
     observed = check(op, draw(op, (1,)), inplace_backward=True)
     assert observed.gradients["logits"].ne(0).any()
@@ -224,7 +224,7 @@ def test_eager_by_request_imports_no_compiler_and_does_not_warn(tmp_path: Path) 
 
 
 UNUSABLE_CACHES = {
-    "cannot be made": "/dev/null/inductor",  # below a file, which stops root as well
+    "cannot be made": "/dev/null/inductor",  # Not even root can create a directory in a file.
     "cannot be written": "/proc",
 }
 
@@ -302,7 +302,7 @@ NOT_COMPILED_AT_FIRST = {
 
 @pytest.mark.parametrize("how", NOT_COMPILED | NOT_COMPILED_AT_FIRST)
 def test_uncompiled_kernel_runs_in_blocks(how: str, blocks_of_two_rows: None) -> None:
-    """torch.compile has several ways to hand its function back, and none runs on all rows."""
+    """torch.compile can return its function uncompiled, which must not run on all rows at once."""
     recorded = Recorded()
     with (NOT_COMPILED | NOT_COMPILED_AT_FIRST)[how](), pytest.warns(match="run eagerly") as warned:
         recorded.check()
@@ -382,7 +382,7 @@ peaks = {}
 for name, case in MEMORY_CASES.items():
     call = case.prepare()
     call()  # compiles
-    # The first call may allocate what the op keeps.
+    # The first of two calls may also allocate memory that the op keeps.
     peaks[name] = min(peak_above_inputs(call, torch.device("cpu")) for _ in range(2))
 print(json.dumps(peaks))
 """
@@ -398,7 +398,7 @@ class MemoryCase:
     needs: tuple[str, ...]
     gradients: int
     results: int = 0
-    """Bytes of what is returned, where it is K numbers a row."""
+    """Bytes of the results, where they are K numbers per row."""
     sliced: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -426,7 +426,7 @@ class MemoryCase:
             return torch.randn(*longer, VOCAB, dtype=torch.bfloat16).narrow(-2, 0, rows[-1])
         if name == "teacher_logprobs":
             return torch.full((*rows, K), 1 / VOCAB).log()
-        # distinct ids in a row, which differ from row to row
+        # The ids of a row are distinct, and rows have different ids.
         first = torch.randint(VOCAB, (*rows, *[1] * len(self.op.ids)))
         return (first + torch.arange(*self.op.ids) if self.op.ids else first) % VOCAB
 
@@ -462,6 +462,6 @@ def peaks() -> dict[str, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("case", MEMORY_CASES)
 def test_peak_is_the_gradients(case: str, peaks: dict[str, int]) -> None:
-    """Above the inputs there is no copy of the logits, and no gradient that nobody needs."""
+    """The op allocates no copy of the logits, and no gradient that is not needed."""
     made = MEMORY_CASES[case].gradients * ROWS * VOCAB * 2 + MEMORY_CASES[case].results
     assert made <= peaks[case] + MIB and peaks[case] <= made + 2 * MIB

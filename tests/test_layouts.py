@@ -59,7 +59,7 @@ def test_leading_dims(op: Op, rows: tuple[int, ...]) -> None:
 
 
 def test_rank_outside_of_the_mesh_gets_empty_results() -> None:
-    """As with torch's own ops, such a rank may call the function and takes no part in it."""
+    """Like torch's own ops, the functions accept calls on such a rank, which takes no part."""
     with lone_rank(2):
         mesh = DeviceMesh("cpu", torch.tensor([1, 2]))  # This process is rank 0.
         logits = DTensor.from_local(
@@ -79,7 +79,8 @@ def test_rank_outside_of_the_mesh_gets_empty_results() -> None:
 
 P = Partial()
 SHARDS = {
-    # where one mesh dim has the logits [B, S, V]: where it has the other roles
+    # Each key is the placement of logits [B, S, V] on a mesh dim. Its value holds the placements
+    # of the other roles on the same mesh dim.
     S0: {"rows": S0, "stats": S1, "gathered": S1, "start": R, "sums": P, "total": R},
     S1: {"rows": S1, "stats": S2, "gathered": S2, "start": R, "sums": P, "total": R},
     S2: {"rows": R, "stats": S0, "gathered": R, "start": S0, "sums": R, "total": R},

@@ -65,7 +65,10 @@ NOT_A_NUMBER = ("NaN", "+inf", "all NaN")
 
 
 def special(op: Op) -> Inputs:
-    """Every row; for divergences every pair, except NaN beside -inf, which has no rule."""
+    """Makes inputs of all rows, or of all pairs of rows for divergences.
+
+    Pairs of NaN and -inf are left out, because no rule covers them.
+    """
     if len(op.logits) == 1:
         logits = torch.tensor(list(ROWS.values()))
         others = draw(op, (len(ROWS),), vocab=8, seed=1)
@@ -104,7 +107,7 @@ def test_special_rows_with_compiled_kernels(op: Op) -> None:
 def test_special_rows_in_chunks_of_columns(
     op: Op, layout: Layout | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPUs compute the statistics of a row so. The last chunk of a row is short."""
+    """GPUs compute the statistics of a row in chunks. The last chunk is shorter here."""
     for module in ("softmax", "pair", "ops.argmax"):
         monkeypatch.setattr(f"dtensor_vocab.{module}.in_chunks", lambda x: True)
     for module in ("row_blocks", "softmax", "ops.argmax"):
@@ -122,7 +125,7 @@ def test_special_rows_in_chunks_of_columns(
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", AT_IDS, ids=str)
 def test_every_id_of_special_rows(op: Op, layout: Layout | None) -> None:
-    """Some of them have the logit -inf in an otherwise sound row."""
+    """Some ids have the logit -inf in a row with finite logits."""
     rows = torch.tensor(list(ROWS.values()))
     inputs = draw(op, rows.shape, vocab=8)
     inputs["logits"] = rows.unsqueeze(1).expand(-1, 8, -1).contiguous()
@@ -147,7 +150,7 @@ def test_zero_upstream_gradient_gives_zero_for_any_row(op: Op, layout: Layout | 
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", [*AT_IDS, OP["topk_kl_div(K=3)"]], ids=str)
 def test_ignored_ids_give_zero_for_any_row(op: Op, layout: Layout | None) -> None:
-    """Value and gradient are 0 in rows of NaN or -inf, also for an upstream gradient of NaN."""
+    """Value and gradient are 0 in rows of NaN or -inf, even for an upstream gradient of NaN."""
     inputs = special(op)
     inputs[op.ids_name].fill_(-100)
     outputs = expect(op, inputs).outputs
@@ -182,26 +185,26 @@ def test_rows_masked_by_the_caller_have_no_gradient(op: Op, layout: Layout | Non
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", ROW_BY_ROW, ids=str)
 def test_large_negative_logits_act_as_masks(op: Op, layout: Layout | None) -> None:
-    """Much code masks with them, and over a temperature they overflow to -inf.
+    """Models mask tokens with large negative logits, and some temperatures make these overflow.
 
-    They fill a whole shard, reach into another one, or both.
+    The masks fill a whole shard, part of another one, or both.
     """
     inputs = draw(op, (24,), 8)
     value = torch.tensor([torch.finfo(torch.float32).min, -1e35]).repeat(12)
     temperature = torch.tensor([1.0, 1.0, 0.5, 0.5]).repeat(6)
     for name in op.logits:
         inputs[name][:, 4:] = value.unsqueeze(-1)
-        if "teacher_ids" not in inputs:  # fp64 can't tell how a tail of masks alone is shared
+        if "teacher_ids" not in inputs:  # fp64 cannot resolve a tail of masks alone
             inputs[name][12:, 1] = value[12:]
     for name in ("index", "target", "teacher_ids"):
-        if name in inputs:  # ids that are not masked
+        if name in inputs:  # Tokens with these ids are not masked.
             ids = torch.tensor([2, 0, 3]) if op.ids else torch.tensor(2)
             inputs[name] = ids.expand(24, *op.ids)
     options = {} if op.name == "argmax" else {"temperature": temperature}
     if "label_smoothing" not in op.options:
         check(op, inputs, layout, **options)
         return
-    # The loss is as large as the masks, and infinite where fp32 does not hold these.
+    # The loss is as large as the masks, and infinite where the masks overflow fp32.
     expected = expect(op, inputs, **options)
     observed = observe_in(op, inputs, layout, expected.grads, **options)
     overflow = value.double() / temperature < torch.finfo(torch.float32).min
@@ -219,10 +222,10 @@ def test_large_negative_logits_act_as_masks(op: Op, layout: Layout | None) -> No
 def test_finite_mask_where_the_other_has_mass_gives_a_finite_divergence(
     op: Op, dtype: torch.dtype, layout: Layout | None
 ) -> None:
-    """It is 1e37 or more, and the gradient of the masked logits is right."""
+    """The divergence is 1e37 or more, and the gradient of the masked logits is right."""
     inputs = draw(op, (6,), 24, dtype)
     a, b = op.logits if op.options.get("reverse") else op.logits[::-1]
-    inputs[a][:, ::2] -= 3  # little mass, since the divergence must not overflow fp32
+    inputs[a][:, ::2] -= 3  # Little mass keeps the divergence from overflowing fp32.
     inputs[b][:, ::2] = torch.finfo(dtype).min
     options = {"temperature": torch.tensor([1.0, 0.5]).repeat(3)}
     expected = expect(op, inputs, [torch.ones(6)], **options)
@@ -261,7 +264,7 @@ def test_masks_that_overflow_where_the_other_has_no_mass(
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", named("kl_div", "topk_kl_div"), ids=str)
 def test_infinite_divergence_has_no_gradient(op: Op, layout: Layout | None) -> None:
-    """The upstream gradient may hold what the caller's arithmetic made of the infinity."""
+    """The gradient stays 0 if the caller's arithmetic makes the upstream gradient NaN or inf."""
     reverse = op.options.get("reverse", False)
     inputs = draw(op, (4,), 8)
     if "teacher" in inputs:
@@ -316,7 +319,7 @@ def check_row_alone(op: Op, layout: Layout | None) -> None:
 @pytest.mark.parametrize("op", [op for op in OPS if "z_loss" not in op.options], ids=str)
 def test_common_offset_loses_no_precision(op: Op, tempered: bool, layout: Layout | None) -> None:
     inputs = draw(op, (12,), vocab=8)
-    for name in op.logits:  # steps that are exact at 1e4 too
+    for name in op.logits:  # The steps between logits are exact at 1e4 too.
         inputs[name] = (inputs[name] * 64).round() / 64
     offset = torch.tensor([[1e4], [-1e4]]).repeat(6, 1)
     options = {"temperature": torch.rand(12) + 0.5} if tempered and op.name != "argmax" else {}
@@ -329,7 +332,7 @@ def test_common_offset_loses_no_precision(op: Op, tempered: bool, layout: Layout
 
 
 def quarter(op: Op, inputs: Inputs) -> list[Tensor | None]:
-    """A small upstream gradient, since KLs reach hundreds and the tolerance is absolute."""
+    """Returns small upstream gradients, since KLs reach hundreds and the tolerance is absolute."""
     return [
         torch.full(out.shape, 0.25) if out.dtype.is_floating_point else None
         for out in expect(op, inputs).outputs
@@ -352,8 +355,10 @@ def test_empty_shards(op: Op, vocab: int, ranks: int) -> None:
 
 @eager
 @pytest.mark.parametrize("op", [*PATHS, *named("cross_entropy")], ids=str)
-def test_operators_take_no_start_for_0(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain tensors on a GPU have none."""
+def test_operators_work_without_the_start_of_the_shard(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain tensors on a GPU have no start tensor, which stands for a start of 0."""
 
     def place_without_start(*args: Any) -> Vocabulary:
         return place_vocabulary(*args)._replace(start=None)
@@ -415,7 +420,7 @@ def test_divergence_of_equal_logits_is_exactly_zero(
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("op", PAIRS, ids=str)
 def test_divergence_is_never_negative(op: Op, layout: Layout | None) -> None:
-    """The pairs are equal up to rounding, where terms of both signs cancel."""
+    """The logits are equal up to rounding, so terms of both signs cancel."""
     student = torch.randn(2048, 24) * torch.logspace(-2, 1, 2048).unsqueeze(-1)
     teacher = student * (1 + 1e-7 * torch.randn(2048, 24))
     observed = observe_in(op, {"student": student, "teacher": teacher}, layout)
@@ -432,7 +437,7 @@ def test_jensen_shannon_at_any_distance(beta: float) -> None:
 
 @eager
 def test_jensen_shannon_of_a_denormal_probability() -> None:
-    """Its share in the mixture underflows to 0."""
+    """The probability's share in the mixture underflows to 0."""
     op = OP["js_div(beta=0.3)"].with_options(beta=0.999)
     student, teacher = torch.tensor([[[0.0, -101.0]], [[0.0, -INF]]])
     check(op, {"student": student, "teacher": teacher})
@@ -456,7 +461,7 @@ def test_gradient_of_tiny_probabilities_keeps_its_digits(op: Op) -> None:
 @WHOLE_OR_SHARDED
 @pytest.mark.parametrize("beta", [1e-9, 1e-6, 1e-3, 1 - 1e-3, 1 - 1e-6, 1 - 1e-9])
 def test_jensen_shannon_is_accurate_near_beta_0_and_1(beta: float, layout: Layout | None) -> None:
-    """It is nearly β KL(t || s), or (1 - β) KL(s || t), to all digits."""
+    """The divergence approaches β KL(t || s), or (1 - β) KL(s || t), and keeps its digits."""
     op = OP["js_div(beta=0.3)"].with_options(beta=beta)
     spread = torch.tensor([[0.5], [4.0]]).repeat(8, 1)
     inputs = {name: spread * torch.randn(16, 48) for name in op.logits}
@@ -526,7 +531,7 @@ def test_fp16_and_fp64_match_the_oracle(op: Op, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("op", PAIRS, ids=str)
 def test_student_and_teacher_of_two_dtypes(op: Op, dtypes: tuple[str, str]) -> None:
-    """Each gradient in its own dtype, the math in the wider one's."""
+    """Each gradient has the dtype of its input, and the math runs in the wider of the two."""
     inputs = draw(op)
     for name, dtype in zip(op.logits, dtypes, strict=True):
         inputs[name] = inputs[name].to(getattr(torch, dtype))

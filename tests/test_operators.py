@@ -32,7 +32,7 @@ LAST_RANK = 3
 
 
 class Calls(TorchDispatchMode):
-    """Records the arguments of the package's operators. Of simulated ranks it records the last."""
+    """Records the arguments of the package's operators, on the last rank if ranks are simulated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Calls(TorchDispatchMode):
 
 
 def _copy(value: Any) -> Any:
-    """A copy with the same storage offset and strides; of a simulated tensor, the last rank's."""
+    """Copies a tensor, or the last rank's part of a simulated one, with its offset and strides."""
     if not isinstance(value, Tensor):
         return value
     value = value._local_tensors[LAST_RANK] if isinstance(value, LocalTensor) else value.detach()
@@ -70,7 +70,7 @@ def with_gradients(
 
 
 def in_all_ways(op: Op, make: Callable[[], Inputs], **options: Any) -> None:
-    """Calls the op with every choice of inputs that need a gradient, and in place."""
+    """Calls the op with gradients of all inputs, of each one alone, and in place."""
     with_gradients(op, make(), **options)
     for name in op.differentiable:
         with_gradients(op, make(), (name,), **options)
@@ -118,7 +118,7 @@ VARIATIONS: dict[str, Callable[[Op], None]] = {
 
 @functools.cache
 def captured(variation: str) -> dict[str, list[tuple[Any, ...]]]:
-    """The arguments of each operator, one set per pattern of arguments that are None."""
+    """Returns the arguments of each operator, one set for each combination of dims and options."""
     calls = Calls()
     for op in OPS:
         with calls:
@@ -145,7 +145,7 @@ def test_opcheck(name: str) -> None:
 @pytest.mark.parametrize("variation", list(VARIATIONS)[1:])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_schema_and_fake_hold_for_other_arguments(name: str, variation: str) -> None:
-    """Tracing by AOT autograd, the slowest part of opcheck, has contiguous arguments alone."""
+    """AOT autograd, the slowest part of opcheck, is left to the test with contiguous arguments."""
     assert name in captured(variation)
     for args in captured(variation)[name]:
         torch.library.opcheck(overload(name), args, test_utils=("test_schema", "test_faketensor"))

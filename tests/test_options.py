@@ -86,7 +86,7 @@ BAD_TEMPERATURES = [0.0, -1.0, torch.nan, torch.inf, 1e-60]
 @PLAIN_OR_MESH
 @pytest.mark.parametrize("op", TEMPERED_PATHS, ids=str)
 def test_temperature_tensor_out_of_range_is_an_error(op: Op, layout: Layout | None) -> None:
-    """It names the function and the range, and the next call works."""
+    """The error names the function and the range, and the next call works."""
     inputs = draw(op)
     for bad in BAD_TEMPERATURES:
         for temperature in (torch.ones(6).double(), torch.tensor(1.0).double()):
@@ -113,7 +113,7 @@ def observe_on(layout: Layout | None, op: Op, inputs: Inputs, **options: Any) ->
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_padding_has_no_mass(op: Op, ranks: int) -> None:
-    """It holds large logits here, and fills whole shards of the four ranks."""
+    """The padding holds large logits, and fills whole shards of the four ranks."""
     inputs = draw(op, vocab=7)
     for name in op.logits:
         inputs[name] = torch.nn.functional.pad(inputs[name], (0, 9), value=1e4)
@@ -219,7 +219,7 @@ def test_z_loss_that_cancels_the_softmax_leaves_the_smoothing() -> None:
 
 
 def test_mean_is_over_the_valid_positions_of_all_ranks() -> None:
-    """Data-parallel ranks have 3, 1, 0 and 2 of them."""
+    """The data-parallel ranks have 3, 1, 0 and 2 valid positions."""
     op = options("cross_entropy")
     inputs = draw(op, (12,))
     for ignored in (3, 4, 6, 7, 8, 10):

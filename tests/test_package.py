@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.ranks(1)
 def test_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
-    """It holds every module, the type marker and the license, and nothing else."""
+    """The wheel holds every module, the type marker and the license, and nothing else."""
     command = [sys.executable, "-m", "pip", "wheel", ROOT, "--no-deps", "-w", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,7 +40,7 @@ def test_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_every_op_is_listed_everywhere() -> None:
-    """The README, the oracles, the tests' table and the bench's table list it."""
+    """The README, the oracles, the tests' table and the bench's table list every op."""
     rows = re.findall(r"^\| \[`([a-z_]+)\(", (ROOT / "README.md").read_text(), re.M)
     assert set(rows) == set(dv.__all__)
     assert {op.name for op in OPS} == set(dv.__all__)
@@ -56,7 +56,7 @@ def test_docstring_says_what_a_caller_must_know(name: str) -> None:
 
 
 def test_planted_faults_are_of_the_package_and_of_the_tests() -> None:
-    """Each replaces text that its module has once, and names a test that exists."""
+    """Each fault replaces text that occurs once in its module, and names a test that exists."""
     for fault in FAULTS:
         file, _, test = fault.test.partition("::")
         assert (ROOT / "dtensor_vocab" / fault.module).read_text().count(fault.sound) == 1, fault

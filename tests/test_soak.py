@@ -26,7 +26,7 @@ def in_use() -> int:
 
 @pytest.mark.ranks(4)
 def test_soak_of_ranks(eager_kernels: None) -> None:
-    """One of the two data-parallel ranks may have no row, or ignored ids alone."""
+    """In some steps there are no rows, or the first data-parallel rank has only ignored ids."""
     soak(Layout((2, 2), (Shard(0), Shard(-1))))
 
 
@@ -49,9 +49,9 @@ def soak(layout: Layout | None) -> None:
             op = replace(op, ids=(k,))
         inputs = draw(op, (rows,), vocab=VOCAB, seed=step)
         if op.ids_name and step % 3 == 0:
-            inputs[op.ids_name][: -(-rows // 2)] = -100  # all of the first rank's
+            inputs[op.ids_name][: -(-rows // 2)] = -100  # The first rank has only ignored ids.
         check(op, inputs, layout)
-    # Steps that kept their local logits would keep at least twice as much.
+    # If steps kept their local logits, memory would grow by at least twice this limit.
     ranks = 1 if layout is None else math.prod(layout.mesh)
     grown = in_use() - before
     assert grown < steps_with_rows * LEAST_ROWS * VOCAB * 4 / ranks / 2

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ranks(2), pytest.mark.usefixtures("eager_kernels")]
 
 
 class Tied(nn.Module):
-    """Embedding, a layer and a head whose weight is the embedding's."""
+    """A model of an embedding, a layer and a head that shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Tied(nn.Module):
 
 
 def train_tied(model: Tied, ops: Any) -> list[float]:
-    """Steps of gradient descent on the next token; the losses."""
+    """Trains on the next token by gradient descent, and returns the loss of each step."""
     tokens = torch.randint(VOCAB, (4, 9), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
     losses = []
@@ -83,7 +83,7 @@ def test_tied_again_trains_as_on_one_process() -> None:
 
 
 def test_plan_without_the_embedding_unties_the_head() -> None:
-    """The README warns of it: when this fails, torch keeps weights tied, and the warning can go."""
+    """The README warns of this. If it fails, torch keeps weights tied, and the warning can go."""
     expected = train_tied(Tied(), naive)
     with on_mesh((2,)) as mesh:
         model = sharded(mesh)

@@ -1,4 +1,4 @@
-"""The training job, in short forms: on ranks it is the run of one rank, up to rounding."""
+"""Short training jobs: a run on several ranks equals that of one rank, up to rounding."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _train_each(jobs: list[Job], dp: int, tp: int) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> dict[str, tuple[Job, Outcome]]:
-    """Two jobs on the same processes, whose start costs more than a job."""
+    """Runs two jobs on the same processes, which take longer to start than a job takes."""
     jobs = {
         "eager": replace(TINY, accumulate=2, clip=0.1),
         "compiled": replace(TINY, compile=True, clip=torch.inf),
@@ -103,7 +103,7 @@ def four_ranks() -> dict[str, tuple[Job, Outcome]]:
 
 @contextlib.contextmanager
 def eager_kernels_on_ranks() -> Iterator[None]:
-    """For ranks to be started: the kernels' compilation is the command's test to wait for."""
+    """Makes ranks that start meanwhile run eager kernels. The test of the command compiles them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTENSOR_VOCAB_KERNELS", "eager")
         yield
@@ -245,7 +245,8 @@ def test_ranks_that_disagree_are_found(two_ranks: list[dict[str, Outcome]]) -> N
 def _fail_on_rank_1() -> None:
     if dist.get_rank() == 1:
         raise ValueError("a fault of one rank")
-    time.sleep(600)  # In a collective it might be the first to fail.
+    # Rank 0 waits outside of a collective, which could fail before rank 1 does.
+    time.sleep(600)
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:

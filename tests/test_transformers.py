@@ -1,4 +1,4 @@
-"""A model that nobody here wrote: a small Llama of Hugging Face transformers, on two ranks."""
+"""Training of a small Hugging Face Llama on two ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def llama(seed: int) -> nn.Module:
 
 
 def train_llama(student: nn.Module, teacher: nn.Module, ops: Any) -> list[float]:
-    """Steps of likelihood with an entropy bonus and reverse KL to a teacher; the losses."""
+    """Trains on likelihood, entropy and reverse KL to a teacher, and returns the losses."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCAB, (4, 13), generator=generator)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)

@@ -30,7 +30,7 @@ INPLACE = named("logprobs", "entropy", "logprobs_and_entropy", "cross_entropy")
 def refused(
     kind: type[Exception], text: str, call: Callable[..., Any], *inputs: Any, **options: Any
 ) -> None:
-    """A call that raises this text, from the function's name on, and sends nothing."""
+    """Checks that a call raises an error of this type and text, and sends nothing."""
     with Collectives() as collectives, pytest.raises(kind, match=text) as error:
         call(*inputs, **options)
     assert type(error.value) is kind
@@ -305,7 +305,7 @@ def test_ids_of_another_kind_or_mesh_are_refused(op: Op) -> None:
         refused(ValueError, rf"^{op.name}: expected", op, inputs["logits"], on_plane)
 
 
-# ------------------------------------------------------------------ two inputs that don't fit
+# ------------------------------------------------------------------ pairs of inputs that differ
 
 
 @pytest.mark.parametrize("op", PAIRS[:3], ids=str)
@@ -325,7 +325,7 @@ def test_plain_pairs_that_differ_are_refused(op: Op, teacher: Tensor, got: str) 
 
 @pytest.mark.parametrize("op", PAIRS[:3], ids=str)
 def test_pairs_that_differ_on_meshes_are_refused(op: Op) -> None:
-    """Another V, mesh, placement or none: before any collective."""
+    """Logits of another V, mesh or placement, or plain ones, are refused before any collective."""
     inputs = draw(op, (8,), 8)
     student, teacher = inputs.values()
     text = rf"^{op.name}: expected student and teacher of the same "
@@ -371,7 +371,7 @@ def test_largest_vocabularies_are_accepted() -> None:
 
 @pytest.mark.parametrize("op", ONE_EACH, ids=str)
 def test_vocabularies_with_ids_beyond_fp32_are_refused(op: Op) -> None:
-    """They travel in the dtype of the math."""
+    """Ids travel in the dtype of the math, which must hold each of them exactly."""
     inputs = draw(op, (1,))
     for name in op.logits:
         inputs[name] = torch.zeros(1, 1).expand(1, 2**24 + 1)
@@ -385,7 +385,7 @@ def test_vocabularies_with_ids_beyond_fp32_are_refused(op: Op) -> None:
 
 @numbers.Integral.register
 class Int64:
-    """An integer like NumPy's, which is no int."""
+    """An integer that, like NumPy's, is not an int."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -452,7 +452,7 @@ def test_wider_teacher_is_refused_with_the_way_out(op: Op) -> None:
 
 @pytest.mark.parametrize("op", PATHS, ids=str)
 def test_jit_trace_runs_on_other_values(op: Op) -> None:
-    """Sizes become constants of the trace."""
+    """The trace keeps the sizes of its inputs as constants."""
     inputs = tuple(draw(op).values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
