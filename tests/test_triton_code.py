@@ -1,4 +1,4 @@
-"""What Inductor's Triton code does to the logits, seen without a GPU (:mod:`tests.triton_code`)."""
+"""How Inductor's Triton code accesses the logits (by :mod:`tests.triton_code`, without a GPU)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ pytest.importorskip("triton")
 from tests.triton_code import SHARDED, TESTED
 
 CHUNKED = torch.__version__ >= "2.14"
-"""Statistics are of chunks of columns there, which Inductor keeps in registers. Before, a second
-loop reads the row again, of which the GPU's cache has a part."""
+"""Whether statistics are computed per chunk of columns, which Inductor keeps in registers.
+
+On older torch a second loop reads each row again, partly from the GPU's cache.
+"""
 VECTORS = torch.__version__ >= "2.13"
-"""On torch 2.11 Inductor does not learn from guards that rows are aligned."""
+"""Whether Inductor infers from guards that rows are aligned. On torch 2.11 it does not."""
 READS = {
     "kl_div": 2 if CHUNKED else 5,
-    # The norms of either side, then the terms of both.
+    # Both inputs are read for their norms, then again for the terms.
     "js_div": 4 if CHUNKED else 6,
     "argmax": 1,
-    # The softmax, then the search.
+    # The softmax reads the logits, then the search reads them again.
     "topk_logprobs": 3 if CHUNKED else 4,
 }
-"""Of all logits forward, by name, where it is not that of one softmax."""
+"""Forward reads of all logits, by op name; other ops have ``SOFTMAX_READS``."""
 SOFTMAX_READS = 1 if CHUNKED else 2
+"""Forward reads of all logits by an op that computes one softmax."""
 LAUNCHES = {"logprobs": (8, 2), "topk_logprobs(k=3)": (14, 6)}
-"""The most kernels that a call launches, forward and backward."""
+"""The largest number of kernels that a call may launch, forward and backward."""
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, list[dict[str, Any]]]:
-    """For each op what a call with plain tensors launches, for some also one with DTensors."""
+    """Returns each op's report of a call with plain tensors, and for some also with DTensors."""
     root = Path(__file__).parents[1]
     command = [sys.executable, "-W", "ignore", "-m", "tests.triton_code", *map(str, TESTED)]
     env = {**os.environ, "PYTHONPATH": str(root)}
@@ -53,7 +56,7 @@ def reports() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("op", TESTED, ids=str)
-def test_kernels_read_vectors_and_write_gradients_alone(
+def test_kernels_load_vectors_and_store_only_gradients(
     op: Op, reports: dict[str, list[dict[str, Any]]]
 ) -> None:
     plain = reports[str(op)][0]
@@ -73,7 +76,7 @@ def test_kernels_read_vectors_and_write_gradients_alone(
 
 @pytest.mark.parametrize("op", TESTED, ids=str)
 def test_second_call_compiles_nothing(op: Op, reports: dict[str, list[dict[str, Any]]]) -> None:
-    """Both calls run under a mode that refuses waits for the device and copies from the host."""
+    """During both calls a mode raises on waits for the device and on copies from the host."""
     assert len(reports[str(op)]) == 1 + (op in SHARDED)
     for report in reports[str(op)]:
         assert report["compiled by the second call"] == 0

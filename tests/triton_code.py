@@ -1,12 +1,12 @@
-"""Makes the Triton code of the kernels without a GPU, and prints what it does to the logits.
+"""Generates the Triton code of the kernels without a GPU, and prints how it accesses the logits.
 
-    python -m tests.triton_code
+    python -m tests.triton_code                                 all ops
     python -m tests.triton_code logprobs "js_div(beta=0.3)"     these ops alone
 
-One line of JSON tells of a call with plain tensors, or with DTensors.
+Each line of the output describes one call in JSON.
 
-The ops run forward and backward on fake tensors whose device is a GPU. Inductor's kernels are
-generated, recorded and compiled for one, but never launched. It needs triton, and g++ where torch
+The ops run forward and backward on fake tensors whose device is a GPU. Inductor generates kernels
+for that GPU, and the script compiles them but never launches one. It needs Triton, and g++ if torch
 is built without CUDA.
 """
 
@@ -64,7 +64,7 @@ PROPERTIES = SimpleNamespace(
 )
 
 
-# ------------------------------------------------------------------ a GPU that is not there
+# ------------------------------------------------------------------ a fake GPU
 
 
 class Launch:
@@ -76,11 +76,11 @@ class Launch:
 
 
 launches: list[Launch | str] = []
-"""Triton kernels and the names of other operators that launch one, in order."""
+"""Triton kernels and the names of other operators that launch a kernel, in order of launch."""
 
 
 def fake_a_gpu() -> None:
-    """Makes torch, Inductor and Triton find a GPU, on which nothing is allocated or launched."""
+    """Makes torch, Inductor and Triton find a GPU, but allocates and launches nothing on it."""
     if not torch.backends.cuda.is_built():
         load_device_guard()
     answers = {
@@ -117,7 +117,7 @@ def fake_a_gpu() -> None:
     fold = ConstantFolder.run
 
     def fold_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
-        with OnTheCpu():  # It computes real values.
+        with OnTheCpu():  # Constant folding computes real values.
             return fold(*args, **kwargs)
 
     ConstantFolder.run = fold_on_the_cpu
@@ -152,6 +152,8 @@ def load_device_guard() -> None:
 
 
 class OnTheCpu(TorchDispatchMode):
+    """Makes operators that take a device create their tensor on the CPU."""
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -160,7 +162,7 @@ class OnTheCpu(TorchDispatchMode):
 
 
 class Watch(NoWaiting):
-    """Raises where the host would wait or copy, and records operators that launch a kernel."""
+    """Raises if the host would wait or copy, and records operators that launch a kernel."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -181,9 +183,9 @@ class Watch(NoWaiting):
 
 
 def run_operators_on_fake_tensors() -> None:
-    """Lets the package's operators run their own functions in place of their fakes.
+    """Makes the package's operators run their real functions on fake tensors.
 
-    DTensor's query for the shapes of results still gets the fakes.
+    DTensor still runs the operators' fakes to find the shapes of results.
     """
     call, propagator = torch._ops.OpOverload.__call__, DTensor._op_dispatcher.sharding_propagator
     query = propagator._propagate_tensor_meta_non_cached
@@ -204,13 +206,14 @@ def run_operators_on_fake_tensors() -> None:
 NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "sym_")
 
 
-# ------------------------------------------------------------------ what a kernel does
+# ------------------------------------------------------------------ accesses of a kernel
 
 
 def passes(launch: Launch, access: str) -> int:
-    """How often the kernel's text loads, or stores, all elements of tensors of the logits' size.
+    """Counts a kernel's loads, or stores, of whole tensors of the logits' size, from its source.
 
-    The text of each loop counts anew. An access at an index that was computed is one of a few.
+    Accesses in different loops count separately. Accesses at indices that the kernel computes
+    (``tmp``) do not count, since they touch few elements.
     """
     loop, seen = 0, set()
     text = launch.kernel.fn.src.split("def triton_", 1)[1]
@@ -227,16 +230,18 @@ def is_large(x: Any) -> bool:
 
 
 def best_code(launch: Launch) -> dict[str, int]:
-    """Bytes of the widest load and registers spilled of the first of Inductor's choices that is
-    without a spill and loads vectors, or of the last choice.
+    """Returns the bytes of the widest load and of spilled registers of one of Inductor's choices.
+
+    It is the first choice that spills nothing and loads vectors, or the last if there is none.
     """
-    for code in compiled(launch.kernel):
+    for code in compile_choices(launch.kernel):
         if code["spilled"] == 0 and code["widest"] >= 8:
             break
     return code
 
 
-def compiled(kernel: Any) -> Iterator[dict[str, int]]:
+def compile_choices(kernel: Any) -> Iterator[dict[str, int]]:
+    """Compiles a kernel with each of Inductor's choices of block sizes and warps."""
     for choice in kernel.configs:
         meta = kernel._create_compile_meta(choice)
         source = triton.compiler.ASTSource(
@@ -253,7 +258,7 @@ def compiled(kernel: Any) -> Iterator[dict[str, int]]:
 
 
 def spilled(cubin: bytes) -> int:
-    """Bytes of local memory, where registers are spilled to."""
+    """Returns the bytes of local memory, which holds spilled registers."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -292,8 +297,8 @@ def arguments(op: Op, mesh: DeviceMesh | None) -> list[Tensor]:
     return made
 
 
-def run(op: Op, applied: list[Any], mesh: DeviceMesh | None = None) -> dict[str, Any]:
-    """Calls the op forward and backward twice. Returns what the second call launched."""
+def call_twice(op: Op, applied: list[Any], mesh: DeviceMesh | None = None) -> dict[str, Any]:
+    """Calls the op forward and backward twice, and returns a report of the second call."""
     name = str(op)
     if "k" in op.options:
         op = op.with_options(k=K)
@@ -330,7 +335,7 @@ def run(op: Op, applied: list[Any], mesh: DeviceMesh | None = None) -> dict[str,
 
 
 class Patches:
-    """Sets attributes as pytest's fixture does, for as long as the process lives."""
+    """Sets attributes like pytest's ``monkeypatch``, but never restores them."""
 
     def setattr(self, owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
@@ -348,9 +353,9 @@ def main() -> None:
     mesh = init_device_mesh("cuda", (2,))
     for op in [op for op in OPS if str(op) in sys.argv[1:]] or OPS:
         with MODE, Watch():
-            print(json.dumps(run(op, applied)), flush=True)
+            print(json.dumps(call_twice(op, applied)), flush=True)
             if op in SHARDED:
-                print(json.dumps(run(op, applied, mesh)), flush=True)
+                print(json.dumps(call_twice(op, applied, mesh)), flush=True)
 
 
 if __name__ == "__main__":
