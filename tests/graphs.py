@@ -33,7 +33,7 @@ class Graphs:
         return self.forward, self.backward
 
     def __str__(self) -> str:
-        """The package's operators and the collectives: others differ between torch versions."""
+        """Returns the names of the package's operators and collectives. Others vary by version."""
         return "\n".join(
             [
                 "forward:",
@@ -49,7 +49,7 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def short_name(node: fx.Node) -> str:
-    """Without namespace and overload."""
+    """Returns an operator's name without namespace and overload."""
     return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
 
 

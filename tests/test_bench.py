@@ -154,7 +154,7 @@ def test_an_error_in_a_process_is_raised() -> None:
 
 
 def allocate() -> None:
-    """At most 96 MiB at a time."""
+    """Allocates at most 96 MiB at a time."""
     first = torch.ones(16 * MIB)
     second = torch.ones(8 * MIB)
     del first, second
@@ -181,7 +181,7 @@ def test_no_more_memory_than_the_gradient() -> None:
 
 
 def test_first_call_compiles_the_kernels_of_an_op() -> None:
-    """``logprobs`` has three, forward and backward. The cache is that of the other tests."""
+    """``logprobs`` has three kernels, forward and backward. The tests share one Inductor cache."""
     seconds, kernels = first_call.measure("logprobs", cache_dir())
     assert kernels == 3
     assert seconds > 0

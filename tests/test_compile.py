@@ -150,7 +150,7 @@ def test_gradient_where_one_of_two_results_is_used(
 
 
 def count_graphs(op: Op, batches: Sequence[Batch]) -> int:
-    """How many graphs one step is compiled to, over batches for which it is right."""
+    """Checks a compiled step on all batches, and returns the number of graphs it took."""
     counter, loss = CompileCounterWithBackend("aot_eager"), loss_of(op)
     step = compiled(loss, backend=counter)
     for batch in batches:

@@ -33,7 +33,7 @@ FEW = [op for op in GRADIENT_PATHS if op.name not in ("js_div", "topk_logprobs")
 
 
 def assert_identical(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """Equal to the bit, on every rank of this process."""
+    """Checks that tensors are equal to the bit on every rank of this process."""
     for got, wanted in zip(actual, expected, strict=True):
         for rank, local in parts(got).items():
             assert_bytes_equal(local.detach(), parts(wanted)[rank].detach())
@@ -140,7 +140,7 @@ def call(
     round_forward: Callable[[], Any] = NOWHERE,
     round_backward: Callable[[], Any] = NOWHERE,
 ) -> list[Tensor]:
-    """The results, and the gradients of the logits where there are any."""
+    """Returns the results and any gradients of the logits."""
     logits = [x.detach().requires_grad_() if name in LOGITS else x for name, x in inputs.items()]
     with round_forward():
         outputs = function(*logits)
@@ -380,7 +380,7 @@ def test_vmap_equals_a_loop_over_examples(op: Op, in_dim: int, eager_kernels: No
 def test_vmap_over_any_inputs(
     op: Op, rows: tuple[int, ...], one_for_all: bool, eager_kernels: None
 ) -> None:
-    """Each input is unbatched or batched along its first or last dim; values and gradients."""
+    """Inputs may have no batch dim, or have it first or last, for values and for gradients."""
     inputs = {
         **draw(op, (3, *rows)),
         "temperature": torch.rand(3, *(() if one_for_all else rows)) + 1,

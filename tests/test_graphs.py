@@ -300,7 +300,7 @@ def is_whole(node: fx.Node) -> bool:
 
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_only_the_logits_and_their_gradients_have_their_size(op: Op) -> None:
-    """Both are in the dtype of the logits."""
+    """The logits and their gradients are bfloat16, and no fp32 tensor has their size."""
     graphs = graphs_of(op)
     whole = [node for graph in graphs.both for node in graph.nodes if is_whole(node)]
     assert whole

@@ -47,7 +47,7 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("op", PATHS_WITH_IDS, ids=str)
 def test_id_out_of_range_is_an_error(op: Op, bad: str, layout: Layout | None) -> None:
-    """It names the function and the range, and the next call works."""
+    """The error names the function and the range, and the next call works."""
     inputs = draw(op)
     bad_id, ignore_index = BAD[bad]
     options = {"ignore_index": ignore_index}

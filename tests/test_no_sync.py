@@ -69,7 +69,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def _is_shape(x: Tensor) -> bool:
-    """Whether it is DTensor's query for the shapes of results, made once for all calls."""
+    """Returns whether DTensor made ``x`` to infer shapes, which it does once for all calls."""
     return isinstance(x, FakeTensor) and x.device.type == "cpu"
 
 

@@ -242,7 +242,7 @@ def test_mean_over_no_position_is_zero() -> None:
 @pytest.mark.parametrize("ignore_index", [-100, 3])
 @pytest.mark.parametrize("op", named("topk_kl_div"), ids=str)
 def test_ignored_ids_pad_a_list_to_k(op: Op, ignore_index: int, layout: Layout | None) -> None:
-    """Their log-probabilities do not matter, and ignore_index may be a token."""
+    """Log-probabilities at ignored ids do not matter, and ignore_index may be a token."""
     inputs = draw(op)
     inputs["teacher_ids"][inputs["teacher_ids"] == ignore_index] = 7
     alone = expect(op, inputs)

@@ -112,7 +112,7 @@ FULL: dict[str, Callable[..., Tensor]] = {
 
 
 def arguments_of(loss: str, mask: Tensor, filler: float) -> list[Tensor]:
-    """All arguments but the mask, on the full vocabulary; ``filler`` at the masked tokens."""
+    """Returns all arguments except the mask, over the full vocabulary, with ``filler`` at masks."""
     logits, teacher = torch.randn(2, *SHAPE, V)
     if loss == "policy":
         ids = torch.randint(0, V, SHAPE)

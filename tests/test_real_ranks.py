@@ -352,7 +352,7 @@ def test_invalid_arguments_raise_the_same_error_on_every_rank(op: Op) -> None:
 
 
 def train_head(head: nn.Module, hidden: Tensor, index: Tensor, teacher: Tensor) -> list[Tensor]:
-    """A loss of several ops, and the gradients of the head and of its input."""
+    """Returns a loss of several ops, and the gradients of the head and of its input."""
     logits = head(hidden)
     loss = (
         -dv.logprobs(logits, index).mean()
