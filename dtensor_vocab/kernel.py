@@ -83,7 +83,7 @@ def kernel(
 
 def merge_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Like :func:`kernel`, for a function of ``stats [rows, shards, S]``, which need no blocks."""
-    return _kernel(fn, fn)
+    return _kernel(fn, fn, merges=True)
 
 
 def _kernel(
@@ -91,6 +91,7 @@ def _kernel(
     eagerly: Callable[..., Any],
     mutates: bool = False,
     elementwise: bool = False,
+    merges: bool = False,
 ) -> Callable[..., Any]:
     variants: dict[Any, Callable[..., Any]] = {}
 
@@ -101,11 +102,12 @@ def _kernel(
             if args[0].numel() == 0:
                 return fn(*args)
             if _backend() == "inductor" and not is_traced_for_a_graph():
+                many_rows = not merges and _has_many_rows(args[0])
                 try:
                     if not _is_lone_row(args[0]):
-                        return _run_compiled(fn, variants, args, elementwise)
+                        return _run_compiled(fn, variants, args, elementwise, many_rows)
                     twice = tuple(map(_twice, args))
-                    results = _run_compiled(fn, variants, twice, elementwise)
+                    results = _run_compiled(fn, variants, twice, elementwise, many_rows)
                     if mutates:
                         args[0].copy_(twice[0][:1])
                     return _first_row(results)
@@ -150,16 +152,17 @@ def _run_compiled(
     variants: dict[Any, Callable[..., Any]],
     args: tuple[Any, ...],
     elementwise: bool,
+    many_rows: bool,
 ) -> Any:
     """Runs the compiled variant for these arguments, or raises :class:`NotCompiled`."""
     obstacle = compiler_obstacle()
     if obstacle is not None:
         raise NotCompiled(obstacle)
-    key = tuple(map(_variant, args)), _has_many_rows(args[0])
+    key = tuple(map(_variant, args)), many_rows
     if key not in variants:
         if compiles_nothing_new():
             raise NotCompiled("torch.compiler.set_stance forbids further compilation")
-        options = INDUCTOR_OPTIONS | _gpu_options(args[0], elementwise)
+        options = INDUCTOR_OPTIONS | _gpu_options(args[0], elementwise, many_rows)
         variants[key] = _compile(fn, options_that_exist(options))
     try:
         with alike_to_guards():
@@ -178,12 +181,12 @@ def _has_many_rows(first: Tensor) -> bool:
     return first.device.type != "cpu" and first.shape[:-1].numel() >= MANY_ROWS
 
 
-def _gpu_options(first: Tensor, elementwise: bool) -> dict[str, Any]:
+def _gpu_options(first: Tensor, elementwise: bool, many_rows: bool) -> dict[str, Any]:
     if first.device.type == "cpu":
         return {}
     if elementwise:
         return GPU_OPTIONS | ELEMENTWISE_GPU_OPTIONS
-    several_rows = _has_many_rows(first) and not in_chunks(first)
+    several_rows = many_rows and not in_chunks(first)
     return GPU_OPTIONS | (SEVERAL_ROWS_GPU_OPTIONS if several_rows else {})
 
 
