@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
 
 def above_zero(text: str) -> float:
     """A number above 0, which may be infinite."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not value > 0:  # NaN is not above 0 either
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
     return value

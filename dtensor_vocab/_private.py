@@ -41,7 +41,7 @@ __all__ = [
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Raises where ``condition`` (0-d) is false: on a GPU later, without the host waiting."""
+    """Raises if the 0-d ``condition`` is false, on a GPU later, since the host does not wait."""
     torch._assert_async(condition, message)
 
 
@@ -155,7 +155,7 @@ def _import_dynamo() -> str | None:
 def options_that_exist(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of Inductor that this torch has; ``torch.compile`` raises for others.
 
-    ``max_complex_pointwise_cat_inputs`` came between torch 2.11 and 2.13, which split it from
+    torch 2.11 lacks ``max_complex_pointwise_cat_inputs``, which torch 2.13 split from
     ``max_pointwise_cat_inputs``.
     """
     known = torch._inductor.config.get_config_copy()
@@ -174,7 +174,7 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
 
 def alike_to_guards() -> contextlib.AbstractContextManager[None]:
-    """Makes tensors of the same dtype and strides equal to Dynamo's guards.
+    """Makes Dynamo's guards treat tensors of the same dtype and strides as equal.
 
     Otherwise it compiles separately for plain tensors, inference tensors and the local tensors of
     DTensors, which differ in this dispatch key (torch 2.11 to 2.14).

@@ -30,6 +30,7 @@ __all__ = [
     "check_teacher",
     "check_temperature",
     "check_weight",
+    "placed_by_row",
     "saveable",
 ]
 
@@ -237,8 +238,8 @@ def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor
 
 
 def _may_overlap(x: Tensor) -> bool:
-    """Whether two elements may share memory. Strides beyond the extent of all smaller ones exclude
-    it.
+    """Whether two elements may share memory. No two do if each stride exceeds the extent that all
+    smaller strides span.
     """
     within = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
@@ -285,11 +286,10 @@ def check_row_values(
     trailing: tuple[tuple[str, ...], ...] = ((),),
     one_for_all: bool = False,
 ) -> Tensor:
-    """Checks values per row, ``[*]`` plus ``trailing`` dims, and places them like the logits' rows.
+    """Checks values per row, ``[*]`` plus ``trailing`` dims.
 
     A plain tensor beside DTensor logits is taken for the same global tensor on all ranks.
-    ``one_for_all`` allows a 0-d tensor, one value for all rows. A DTensor that is placed otherwise
-    is redistributed, which communicates.
+    ``one_for_all`` allows a 0-d tensor, one value for all rows.
     """
     single = one_for_all and values.dim() == 0
     if (
@@ -333,10 +333,24 @@ def check_row_values(
             f"{function}: expected {name} on the mesh of the logits, {logits.device_mesh}, "
             f"got {values.device_mesh}"
         )
+    return values
+
+
+def placed_by_row(logits: Tensor, *values: Tensor | None) -> tuple[Any, ...]:
+    """Checked values placed like the rows of the logits, which may communicate.
+
+    Moved here, after all checks, values are moved once, not by each operator that takes them.
+    """
+    return tuple(value if value is None else _placed_by_row(logits, value) for value in values)
+
+
+def _placed_by_row(logits: Tensor, values: Tensor) -> Tensor:
+    if not isinstance(logits, DTensor) or not isinstance(values, DTensor):
+        return values
+    single = values.dim() == 0
     placements = tuple(
         Replicate() if single or shards_vocab(p, logits) else p for p in logits.placements
     )
-    # Redistributed here, values move once instead of in each operator that takes them.
     return values if values.placements == placements else values.redistribute(placements=placements)
 
 

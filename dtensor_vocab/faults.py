@@ -50,7 +50,7 @@ def coverage(
 
 
 NUM_CHECKS = 3
-"""How many checks :func:`passed_checks` tells of."""
+"""The number of checks in the result of :func:`passed_checks`."""
 
 
 def passed_checks(covered: Tensor) -> Tensor:

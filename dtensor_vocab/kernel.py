@@ -38,24 +38,24 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1 << 10}
 ``js_div``, seen on torch 2.11)."""
 GPU_OPTIONS: dict[str, Any] = {
     "use_fast_math": True,  # Exponentials then take fewer instructions.
-    "split_reductions": False,  # Otherwise the rows of the first call decide for all calls.
-    # Otherwise results of a kernel that share no input are kernels of their own, as is their cat.
+    "split_reductions": False,  # Otherwise the first call's row count decides for all calls.
+    # Otherwise each result that shares no input with the others is a launch, and so is their cat.
     "aggressive_fusion": True,
     "score_fusion_memory_threshold": 0,
     "max_pointwise_cat_inputs": 0,
     "max_complex_pointwise_cat_inputs": 0,
 }
 ELEMENTWISE_GPU_OPTIONS: dict[str, Any] = {
-    "triton.prefer_nd_tiling": True,  # Otherwise each logit divides its position by V.
+    "triton.prefer_nd_tiling": True,  # Otherwise threads divide positions by V to find their rows.
 }
 SEVERAL_ROWS_GPU_OPTIONS: dict[str, Any] = {
-    # Otherwise a block of threads takes one row (torch 2.13). Chunks would lose their one read by
-    # this option (torch 2.14).
+    # Otherwise a block of threads takes one row (torch 2.13). Not for chunks, which are then read
+    # more than once (torch 2.14).
     "max_autotune_pointwise": True,
 }
 MANY_ROWS = 1 << 13
-"""Rows from which on blocks of several rows fill a GPU. Kernels for fewer are compiled apart: their
-tiles are chosen on the first call, and suit few rows or many."""
+"""From this number of rows on, blocks of several rows fill a GPU. There are separate kernels for
+fewer rows, because the first call chooses the tile sizes, which suit few rows or many."""
 
 _numbers = itertools.count(1)
 """Line numbers for the code of compiled variants."""

@@ -102,7 +102,8 @@ def first_column(vocab_start: Tensor | None) -> Tensor | int:
 
 
 def num_shards(vocab_start: Tensor | None) -> int:
-    """How many shards the ``stats`` have: 1 on each rank, all of them for a DTensor."""
+    """The size of the first dim of ``stats``: 1 for a local tensor, the number of shards for a
+    DTensor."""
     return 1 if vocab_start is None else vocab_start.shape[0]
 
 

@@ -68,11 +68,11 @@ def _new_stats(a, b, vocab_start, cross) -> Tensor:
 
 
 def cross_scale() -> float:
-    """What the cross term is multiplied by before it is sent, because large finite masks would
-    overflow it: one over the largest number of columns that fp32 logits may have.
+    """The factor of the cross term as it is sent, since large finite masks would overflow it: one
+    over the largest number of columns that fp32 logits may have.
 
-    A global float would be an input of the kernels, for which each call makes a tensor on the CPU
-    (seen on torch 2.13).
+    It is a function because a global float would be an input of the kernels, and each call would
+    make a tensor on the CPU for it (seen on torch 2.13).
     """
     return 2.0**-24
 
@@ -122,7 +122,7 @@ def merge_pair_sums(
     *,
     temperature: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Merges ``[rows, shards]`` into M_A, S_A, M_B, S_B and, if c is given, C, scaled alike."""
+    """Merges ``[rows, shards]`` into M_A, S_A, M_B, S_B and, if c is given, C, scaled as c is."""
     maximum_a, total_a, shift_a = merge_norms(m_a, s_a, temperature)
     maximum_b, total_b, _ = merge_norms(m_b, s_b, temperature)
     if c is None:

@@ -73,7 +73,7 @@ def softmax_stats(
 ) -> Tensor:
     """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, w, (t, n / N), picked.
 
-    ``vocab_start [1]`` is the shard's first column, if it is not 0, and ``sizes`` a
+    ``vocab_start [1]`` is the shard's first column, None for 0, and ``sizes`` a
     :class:`~dtensor_vocab.layout.Sizes`. ``index``, ``[*]`` or ``[*, K]``, holds ids of the whole
     vocabulary.
     """

@@ -1,4 +1,5 @@
-"""The gradient of functions of the softmax statistics, in one read and one write of the logits.
+"""The gradient of functions of the softmax statistics, in one read of the logits and one write of
+the gradient.
 
 For coefficients a, b, u and c_k of each row it has the form
 

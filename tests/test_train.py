@@ -69,6 +69,7 @@ def test_large_differences_fail(what: str, value: float) -> None:
         ("--accumulate 0", "--accumulate: expected an integer, 1 or more, got 0"),
         ("--clip 0", "--clip: expected a number above 0, got 0"),
         ("--clip nan", "--clip: expected a number above 0, got nan"),
+        ("--clip big", "--clip: expected a number above 0, got big"),
     ],
 )
 def test_unusable_options_are_refused(

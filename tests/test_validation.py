@@ -103,6 +103,18 @@ def test_invalid_ids_are_refused(value: Any, kind: type[Exception], got: str) ->
             refused(kind, text, op, *with_input(op, name, value))
 
 
+def test_ids_move_after_all_checks() -> None:
+    with on_mesh((2,)) as mesh:
+        logits = distribute(torch.randn(4, 6), mesh, [Shard(-1)])
+        ids = distribute(torch.zeros(4, dtype=torch.int64), mesh, [Shard(0)])
+        with Collectives() as collectives:
+            with pytest.raises(ValueError, match="temperature"):
+                dv.logprobs(logits, ids, temperature=-1)
+            assert not collectives.seen
+            dv.logprobs(logits, ids)
+        assert len(collectives.seen) == 2  # of the ids and of the statistics
+
+
 def test_only_logprobs_takes_k_ids() -> None:
     target = torch.zeros(6, 3, dtype=torch.int64)
     text = r"^cross_entropy: expected target of shape \[6\] for .*, got \[6, 3\]"

@@ -33,7 +33,7 @@ SHAPES = {
 FAMILIES = list(dict.fromkeys(op.family for op in OPS.values()))
 QUICK_OPS, QUICK_SHAPE = ("logprobs", "kl_div"), (64, 1002)
 ROUNDS = 5
-"""How many times each run is timed."""
+"""How many times each run is timed at most."""
 TESTS = Path(__file__).parents[2] / "tests"
 
 
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = torch.cuda.device_count()
     if options.device == "cuda" and gpus < (options.ranks or 1):
         parser.error(f"--device cuda: torch sees {gpus} GPUs, expected {options.ranks or 1}")
+    if options.first_call and options.device == "cuda":
+        parser.error("--first-call: times kernels for CPUs, expected --device cpu")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot: needs matplotlib, install it with pip install -e ".[plot]"')
     print(tabulate(machine(options.device).items(), tablefmt="plain"), flush=True)
@@ -165,7 +167,8 @@ def _row(result: Result, group: Sequence[Result], bandwidth: float, device: str)
     case = result.run.case
     plain = Run(case, NAIVE if case.ranks == 1 else GATHER)
     naive = next((other for other in group if other.run == plain), None)
-    # What the op cannot do without reading and writing, at the speed of a copy.
+    # The time to move what the op must read and write, at the speed of a copy. Ranks on CPUs
+    # share that speed.
     floor = OPS[case.op].passes * logits_bytes(case) / bandwidth
     floor /= case.ranks if device == "cuda" else 1
     return {

@@ -42,7 +42,7 @@ APART = "the two ops apart"
 GATHER = "gather, naive"
 LOSS_PARALLEL = "loss_parallel"
 COMPILED = " compiled"
-"""After the name of another provider: that one under ``torch.compile``."""
+"""The suffix of a provider's name: that provider under ``torch.compile``."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,6 @@ class Op:
     """The inputs that require a gradient."""
     k: int | None = None
     """Ids per position."""
-    results: int = 0
-    """Bytes per row of the results, if they are many."""
     distinct: bool = False
     """Whether the highest logits must differ, because the op selects them."""
     sliced: bool = False
@@ -167,7 +165,7 @@ OPS = {
             others=_in_place(CROSS_ENTROPY[0]),
         ),
         Op("js_div", dv.js_div, naive.js_div, passes=7, gradients=STUDENT),
-        Op("topk_logprobs, K = 64", *TOPK, passes=3, k=K, results=K * (4 + 8), distinct=True),
+        Op("topk_logprobs, K = 64", *TOPK, passes=3, k=K, distinct=True),
         Op("topk_kl_div, K = 64", *TOPK_KL, passes=3, gradients=STUDENT, k=K),
         Op("argmax", dv.argmax, naive.argmax, passes=1, gradients=NONE, distinct=True),
         Op("step", *STEP, gradients=("hidden", "weight"), loss_parallel=_step(_parallel_logprobs)),

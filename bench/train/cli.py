@@ -73,7 +73,11 @@ def parse(argv: list[str] | None) -> tuple[Job, str, int, int]:
     add("--layers", type=at_least(1), help="layers of the model")
     add("--accumulate", type=at_least(1), help="micro-batches in a step")
     add("--clip", type=above_zero, help="largest norm of the gradients")
-    add("--bf16", action="store_true", help="weights and activations in bf16, by FSDP2")
+    add(
+        "--bf16",
+        action="store_true",
+        help="compute in bf16, with parameters in fp32 (by FSDP2)",
+    )
     add("--compile", action="store_true", help="compile the model's blocks and the losses")
     parser.set_defaults(**asdict(Job()))
     args = parser.parse_args(argv)

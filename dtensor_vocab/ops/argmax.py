@@ -62,7 +62,7 @@ def _shard_stats(logits, start, width, sizes):
 
 
 def _first_of_largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum over the last dim and its first position, or that of NaN."""
+    """The maximum over the last dim and its first position. NaN counts as the maximum."""
     if x.device.type != "cpu" and not in_chunks(x):
         return x.amax(-1), x.argmax(-1)  # One read on GPUs; on CPUs this does not vectorize.
     maximum = x.amax(-1, keepdim=True)

@@ -21,6 +21,7 @@ from dtensor_vocab.checks import (
     check_logits,
     check_temperature,
     check_weight,
+    placed_by_row,
 )
 from dtensor_vocab.faults import NUM_CHECKS, assert_no_faults
 from dtensor_vocab.ids import not_ignored
@@ -119,7 +120,7 @@ def cross_entropy_reduce(
 ) -> tuple[Tensor, Tensor]:
     """Returns the reduced loss and the weight of one row in it, from ``sums [1 + C]``.
 
-    Faults raise here, because the sums carry those of all ranks.
+    Faults raise here, because the sums include the failed checks of all ranks.
     """
     loss, count, failed = sums[..., 0], sums[..., 1], sums[..., 2:]
     passed = failed.reshape(-1, NUM_CHECKS) <= 0
@@ -256,6 +257,7 @@ def cross_entropy(
     check_inplace_backward(name, inplace_backward, logits)
     label_smoothing = check_weight(name, label_smoothing, "label_smoothing", 1)
     z_loss = check_weight(name, z_loss, "z_loss")
+    target, temperatures = placed_by_row(logits, target, temperatures)
     loss, *_ = _CrossEntropy.apply(
         logits,
         target,

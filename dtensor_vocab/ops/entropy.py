@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken
-from dtensor_vocab.checks import check_inplace_backward, check_logits, check_temperature
+from dtensor_vocab.checks import (
+    check_inplace_backward,
+    check_logits,
+    check_temperature,
+    placed_by_row,
+)
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
@@ -122,4 +127,5 @@ def entropy(
     vocabulary = check_logits("entropy", logits, vocab_size)
     temperatures = check_temperature("entropy", temperature, logits)
     check_inplace_backward("entropy", inplace_backward, logits)
+    (temperatures,) = placed_by_row(logits, temperatures)
     return _Entropy.apply(logits, temperatures, *vocabulary, inplace_backward)[0]

@@ -24,6 +24,7 @@ from dtensor_vocab.checks import (
     check_teacher,
     check_temperature,
     check_weight,
+    placed_by_row,
     saveable,
 )
 from dtensor_vocab.faults import assert_no_faults, passed_checks
@@ -101,7 +102,7 @@ def _ratios(log_s: Tensor, log_t: Tensor, beta: Any) -> tuple[Tensor, ...]:
 
         log(s/m) = -log(1 + z),  log(t/m) = log(t/s) - log(1 + z),  z = β (t/s - 1)
 
-    This keeps the digits of both where t is near s, and of log(s/m) where β is near 0.
+    Both keep their digits where t is near s, and log(s/m) also where β is near 0.
     """
     limits = torch.finfo(log_s.dtype)
     lowest, highest = 2 * least_exponent(log_s.dtype), math.log(limits.max) - 1
@@ -225,9 +226,10 @@ def js_div(
     vocabulary = check_logits("js_div", student, vocab_size, "student")
     student, teacher = saveable(student), check_teacher("js_div", teacher, student)
     temperatures = check_temperature("js_div", temperature, student)
+    (temperatures,) = placed_by_row(student, temperatures)
     if beta in (0, 1):  # The formula is 0 there; by convention the result is a KL divergence.
         a, b = (student, teacher) if beta == 1 else (teacher, student)
         return KLDiv.apply(a, b, temperatures, *vocabulary, "js_div")[0]
-    if beta > 0.5:  # The divergence is the same, and the formula for log(s/m) wants this.
+    if beta > 0.5:  # Swap the two: the divergence is the same, and _ratios needs β <= 1/2.
         student, teacher, beta = teacher, student, 1 - beta
     return _JSDiv.apply(student, teacher, temperatures, *vocabulary, beta)[0]

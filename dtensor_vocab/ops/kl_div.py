@@ -24,6 +24,7 @@ from dtensor_vocab.checks import (
     check_logits,
     check_teacher,
     check_temperature,
+    placed_by_row,
     saveable,
 )
 from dtensor_vocab.faults import assert_no_faults, passed_checks
@@ -155,5 +156,6 @@ def kl_div(
     vocabulary = check_logits("kl_div", student, vocab_size, "student")
     student, teacher = saveable(student), check_teacher("kl_div", teacher, student)
     temperatures = check_temperature("kl_div", temperature, student)
+    (temperatures,) = placed_by_row(student, temperatures)
     a, b = (student, teacher) if reverse else (teacher, student)
     return KLDiv.apply(a, b, temperatures, *vocabulary, "kl_div")[0]

@@ -17,6 +17,7 @@ from dtensor_vocab.checks import (
     check_inplace_backward,
     check_logits,
     check_temperature,
+    placed_by_row,
 )
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.ids import not_ignored
@@ -132,6 +133,7 @@ def logprobs(
     ignore_index = check_ignore_index("logprobs", ignore_index)
     temperatures = check_temperature("logprobs", temperature, logits)
     check_inplace_backward("logprobs", inplace_backward, logits)
+    index, temperatures = placed_by_row(logits, index, temperatures)
     return _Logprobs.apply(
         logits, index, temperatures, *vocabulary, ignore_index, inplace_backward
     )[0]

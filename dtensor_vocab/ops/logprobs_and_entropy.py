@@ -14,6 +14,7 @@ from dtensor_vocab.checks import (
     check_inplace_backward,
     check_logits,
     check_temperature,
+    placed_by_row,
 )
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.ids import not_ignored
@@ -108,6 +109,7 @@ def logprobs_and_entropy(
     ignore_index = check_ignore_index(name, ignore_index)
     temperatures = check_temperature(name, temperature, logits)
     check_inplace_backward(name, inplace_backward, logits)
+    index, temperatures = placed_by_row(logits, index, temperatures)
     both, _ = _LogprobsAndEntropy.apply(
         logits, index, temperatures, *vocabulary, ignore_index, inplace_backward
     )

@@ -28,6 +28,7 @@ from dtensor_vocab.checks import (
     check_logits,
     check_logprobs,
     check_temperature,
+    placed_by_row,
     saveable,
 )
 from dtensor_vocab.faults import assert_no_faults, coverage
@@ -190,7 +191,8 @@ class _Tail(NamedTuple):
 
 
 TAIL_FLOOR = 16
-"""1 - Q is clamped to the eps of the log q_k over this, so that its logarithm is finite. Rounding
+"""1 - Q is clamped to at least eps over this, with the eps of the dtype of the log q_k, so that its
+logarithm is finite. Rounding
 of the log q_k changes 1 - Q by about as much."""
 TAIL_NOISE = 8
 """A 1 - Q of up to this many eps of the log q_k may be their rounding error alone."""
@@ -340,7 +342,6 @@ def topk_kl_div(
     teacher_logprobs = check_logprobs(name, teacher_logprobs, ids, student)
     ignore_index = check_ignore_index(name, ignore_index)
     temperatures = check_temperature(name, temperature, student)
+    rows = placed_by_row(student, teacher_logprobs, ids, temperatures)
     options = ignore_index, reverse, tail
-    return _TopkKLDiv.apply(
-        saveable(student), teacher_logprobs, ids, temperatures, *vocabulary, *options
-    )[0]
+    return _TopkKLDiv.apply(saveable(student), *rows, *vocabulary, *options)[0]

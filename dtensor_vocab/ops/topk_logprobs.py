@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from dtensor_vocab.autograd import PerToken
-from dtensor_vocab.checks import check_k, check_logits, check_temperature
+from dtensor_vocab.checks import (
+    check_k,
+    check_logits,
+    check_temperature,
+    placed_by_row,
+)
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import first_column, gather_and_merge
@@ -25,8 +30,8 @@ from dtensor_vocab.softmax import merge_softmax, softmax_stats
 __all__ = ["topk_logprobs"]
 
 SEARCH_BLOCK = 1 << 20
-"""How many logits one block of the search holds, four times as many on a GPU. For a small k, each
-takes half a byte of scratch memory."""
+"""How many logits one block of the search holds on a CPU; on a GPU 2**30. For a small k, each takes
+half a byte of scratch memory."""
 CHUNK = 16
 """How many columns one chunk has. The first step of the search compares the maxima of chunks."""
 LOW_BITS = 0x7FFFFFFF
@@ -127,8 +132,8 @@ def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def topk_logprobs_merge(
     stats: Tensor, temperature: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``stats [shards, *, S]`` to log p and ids ``[*, K]``, the ids for backward, int32, since the
-    caller may edit the others, and (M, log S) ``[*, 2]``.
+    """``stats [shards, *, S]`` to log p and ids ``[*, K]``, a copy of the ids for backward, int32,
+    since the caller may edit the others, and (M, log S) ``[*, 2]``.
     """
     temperatures = ByRow(stats[0])(temperature)
     *results, saved, passed = _merged(stats_per_row(stats), temperatures, k)
@@ -219,5 +224,6 @@ def topk_logprobs(
     vocabulary = check_logits("topk_logprobs", logits, vocab_size)
     k = check_k("topk_logprobs", k, vocabulary)
     temperatures = check_temperature("topk_logprobs", temperature, logits)
+    (temperatures,) = placed_by_row(logits, temperatures)
     log_p, ids, *_ = _TopkLogprobs.apply(logits, temperatures, *vocabulary, k)
     return log_p, ids
