@@ -38,6 +38,7 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1 << 10}
 ``js_div``, seen on torch 2.11)."""
 GPU_OPTIONS: dict[str, Any] = {
     "use_fast_math": True,  # Exponentials then take fewer instructions.
+    "reorder_for_locality": False,  # Otherwise kl_div reads its logits once more (torch 2.13).
     "split_reductions": False,  # Otherwise the first call's row count decides for all calls.
     # Otherwise each result that shares no input with the others is a launch, and so is their cat.
     "aggressive_fusion": True,

@@ -26,7 +26,7 @@ On older torch a second loop reads each row again, partly from the GPU's cache.
 VECTORS = torch.__version__ >= "2.13"
 """Whether Inductor infers from guards that rows are aligned. On torch 2.11 it does not."""
 READS = {
-    "kl_div": 2 if CHUNKED else 5,
+    "kl_div": 2 if CHUNKED else 4,
     # Both inputs are read for their norms, then again for the terms.
     "js_div": 4 if CHUNKED else 6,
     "argmax": 1,
