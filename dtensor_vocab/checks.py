@@ -111,7 +111,7 @@ def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
     facts: list[tuple[str, Any, Any]] = [
         ("shape", tuple(student.shape), tuple(teacher.shape)),
         ("device", student.device, teacher.device),
-        ("kind (DTensor or not)", isinstance(student, DTensor), isinstance(teacher, DTensor)),
+        ("kind", _kind(student), _kind(teacher)),
     ]
     if isinstance(student, DTensor) and isinstance(teacher, DTensor):
         facts.append(("mesh", student.device_mesh, teacher.device_mesh))
@@ -129,6 +129,10 @@ def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
                 f"got {mine} and {other}{cure}"
             )
     return saveable(teacher)
+
+
+def _kind(x: Tensor) -> str:
+    return "DTensor" if isinstance(x, DTensor) else "Tensor"
 
 
 def saveable(x: Tensor) -> Tensor:
@@ -269,7 +273,7 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
     limits = torch.finfo(math_dtype(logits))  # A number below tiny may count as 0 in the math.
     if not limits.tiny <= temperature <= limits.max:
         raise ValueError(
-            f"{function}: expected 0 < temperature < inf, normal in {limits.dtype}, "
+            f"{function}: expected 0 < temperature < inf, a normal number in {limits.dtype}, "
             f"got {temperature}"
         )
     if temperature == 1:

@@ -120,11 +120,10 @@ def _kernel(
 
 
 def _is_lone_row(first: Tensor) -> bool:
-    """Whether a kernel on CPUs has one row. Twice that row takes the code of any other number.
+    """Whether a kernel on CPUs has one row. It then runs on two copies of the row.
 
     Dynamo compiles a separate kernel for a size of 1, which takes seconds and may round
-    differently. On GPUs that kernel is kept, because Inductor can split a single row over many
-    blocks.
+    differently. Two rows share the kernel of any other number. On GPUs, a row is not copied.
     """
     return first.shape[0] == 1 and first.device.type == "cpu"
 
@@ -205,8 +204,8 @@ def _compile(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., A
         return fn(*args)
 
     # Dynamo counts recompilations by code object and gives up after a few; some stances mix up the
-    # arguments of functions of one file and line. Each variant has code of its own, which logs
-    # show by the kernel's name and, as its line, a number.
+    # arguments of functions of one file and line. So each variant gets a code object of its own,
+    # with the kernel's name and a running number as its line. Logs show both.
     code = compiled.__code__.replace(co_name=fn.__name__, co_firstlineno=next(_numbers))
     compiled.__code__ = code
     return torch.compile(
@@ -222,8 +221,8 @@ def _backend() -> str:
 
 
 def _normalize(arg: Any, device: torch.device) -> Any:
-    """Converts a float to a 0-d tensor, so that one kernel serves every value of an option, and a
-    list to a tuple.
+    """Converts a list to a tuple, and a float to a 0-d tensor, so that one kernel serves every
+    value of an option.
     """
     if type(arg) is float:
         return torch.full((), arg, dtype=torch.float64, device=device)

@@ -59,8 +59,8 @@ def without_padding(
 ) -> Tensor:
     """``x`` with ``filler`` in place of the columns from ``vocab_size`` on."""
     columns, _, vocab_size = sizes
-    # Not "==": a guard that two sizes are equal makes one symbol of them, and Inductor then emits
-    # code that still uses the other (seen on torch 2.13).
+    # Not "==": its guard would merge the symbols of two sizes, and Inductor then emits code that
+    # uses the one that is gone (seen on torch 2.13).
     if not vocab_size < columns:
         return x
     if column is None:

@@ -26,10 +26,10 @@ BLOCKS_TO_FILL_A_GPU = 256
 
 
 class ByRow:
-    """Reshapes the arguments of a kernel: logits ``[*, V]`` become ``[rows, V]``, if as a view.
+    """Views the arguments of a kernel by row: logits ``[*, V]`` as ``[rows, V]`` if strides allow.
 
-    If not, as for ``[B, S + 1, V][:, :-1]``, they keep as few leading dims as a view allows, and
-    only the kernel flattens them. An empty shard becomes one column of -inf.
+    If not, as for ``[B, S + 1, V][:, :-1]``, it merges as many leading dims as a view can, and the
+    kernel flattens the rest. An empty shard becomes one column of -inf.
     """
 
     def __init__(self, *logits: Tensor) -> None:

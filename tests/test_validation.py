@@ -141,7 +141,7 @@ def test_invalid_ignore_index_is_refused(op: Op) -> None:
         (-1.5, ValueError, "got -1.5"),
         (float("nan"), ValueError, "got nan"),
         (float("inf"), ValueError, "got inf"),
-        (1e-60, ValueError, "normal in float32, got 1e-60"),
+        (1e-60, ValueError, "a normal number in float32, got 1e-60"),
         (torch.ones(6, dtype=torch.int64), TypeError, "of a floating dtype, got torch.int64"),
         (torch.ones(6).to_sparse(), TypeError, "a dense tensor, got torch.sparse_coo"),
         (

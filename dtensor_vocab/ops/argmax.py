@@ -106,11 +106,10 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
     Returns:
         ids ``[*]``, int64; placed like the result of :func:`entropy`.
 
-    Communication: one all-gather of 3 numbers per row over the vocabulary's mesh dim, none where V
-    is not sharded over several ranks.
+    Communication: forward one all-gather of 3 numbers per row over the vocabulary's mesh dim, or
+    nothing where V is not sharded over several ranks.
 
-    Rows: the id is 0 for a row that is wholly -inf, and that of the first NaN for a row that holds
-    one.
+    Rows: a row that is wholly -inf gives id 0, and a row that holds NaN the id of its first NaN.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.

@@ -229,12 +229,13 @@ def cross_entropy(
         fp32 (fp64 for fp64 logits). ``"none"`` returns ``[*]``, placed like the result of
         :func:`logprobs`. The other two return a scalar, ``Replicate()`` on every mesh dim.
 
-    Communication: one all-gather of 5 numbers per row (7 with label smoothing) over the
-    vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
-    ``"sum"`` and ``"mean"`` all-reduce five numbers over each mesh dim that shards a leading dim.
+    Communication: forward one all-gather of 5 numbers per row (7 with label smoothing) over the
+    vocabulary's mesh dim, or nothing where V is not sharded over several ranks. ``"sum"`` and
+    ``"mean"`` all-reduce five numbers over each mesh dim that shards a leading dim. Backward
+    communicates nothing.
 
-    Rows: the loss is +inf if the target's logit is -inf, and with label smoothing if any logit is
-    -inf (at ε = 1 and a target whose logit is -inf it is NaN, as in torch). Otherwise as for
+    Rows: the loss is +inf if the target's logit is -inf. With label smoothing it is +inf if any
+    logit is -inf, but NaN at ε = 1 if the target's own logit is, as in torch. Otherwise as for
     :func:`logprobs`.
 
     Raises:

@@ -107,12 +107,12 @@ def entropy(
     ``Replicate()``                     ``Replicate()``
     ==================================  =====================================
 
-    Communication: one all-gather of 4 numbers per row over the vocabulary's mesh dim forward, none
-    backward, none where V is not sharded over several ranks.
+    Communication: forward one all-gather of 4 numbers per row over the vocabulary's mesh dim, or
+    nothing where V is not sharded over several ranks. Backward communicates nothing.
 
-    Rows: the value is NaN for a row that is wholly -inf, whose gradient is 0, and for a row that
-    holds NaN or +inf, whose gradient is NaN. The gradient is exactly 0 where the upstream gradient
-    is 0, whatever the row holds.
+    Rows: a row that is wholly -inf has the value NaN and the gradient 0. A row that holds NaN or
+    +inf has NaN for both. The gradient is exactly 0 where the upstream gradient is 0, whatever the
+    row holds.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.

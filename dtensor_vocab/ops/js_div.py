@@ -205,9 +205,9 @@ def js_div(
         ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits; gradients,
         dtypes and placements like those of :func:`kl_div`.
 
-    Communication: two all-gathers, of 5 and of 2 numbers per row, over the vocabulary's mesh dim
-    forward (at β = 0 and 1 one, of 6), none backward, none where V is not sharded over several
-    ranks.
+    Communication: forward two all-gathers, of 5 and of 2 numbers per row (one of 6 at β = 0 and 1),
+    over the vocabulary's mesh dim, or nothing where V is not sharded over several ranks. Backward
+    communicates nothing.
 
     Rows: as for :func:`kl_div`, except that for 0 < β < 1 the value is finite where one input masks
     a token that the other does not.

@@ -134,13 +134,13 @@ def kl_div(
     ``Replicate()``                     ``Replicate()``
     ==================================  =====================================
 
-    Communication: one all-gather of 6 numbers per row over the vocabulary's mesh dim forward, none
-    backward, none where V is not sharded over several ranks.
+    Communication: forward one all-gather of 6 numbers per row over the vocabulary's mesh dim, or
+    nothing where V is not sharded over several ranks. Backward communicates nothing.
 
     Rows: a token that is -inf in both contributes 0. The value is +inf, with gradient 0 for both
-    inputs, where A is not -inf on a token that B masks with -inf. It is NaN where either row is
-    wholly -inf, with gradient 0, or holds NaN or +inf, with gradient NaN. The gradient is exactly
-    0 where the upstream gradient is 0.
+    inputs, where A is not -inf on a token that B masks with -inf. If either row is wholly -inf, the
+    value is NaN and the gradient 0. If either holds NaN or +inf, both are NaN. The gradient is
+    exactly 0 where the upstream gradient is 0.
 
     Raises:
         TypeError: if an argument has an unsupported type or dtype.

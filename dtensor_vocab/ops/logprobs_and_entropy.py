@@ -98,8 +98,8 @@ def logprobs_and_entropy(
         log-probabilities, shaped as ``index``, and entropies ``[*]``; dtype and placements like
         those of :func:`logprobs` and :func:`entropy`.
 
-    Communication: one all-gather of 4 + K numbers per row over the vocabulary's mesh dim forward,
-    none backward, none where V is not sharded over several ranks.
+    Communication: forward one all-gather of 4 + K numbers per row over the vocabulary's mesh dim,
+    or nothing where V is not sharded over several ranks. Backward communicates nothing.
 
     Rows and errors: as for :func:`logprobs` and :func:`entropy`.
     """

@@ -6,8 +6,8 @@ With p_k the student's and q_k the teacher's probabilities, P and Q their sums,
     reverse  Σ_k p_k (log p_k - log q_k)  [+ (1 - P) (log(1 - P) - log(1 - Q))]
 
 where the bracket is the tail, all tokens that are not named. 1 - P is summed over these tokens,
-since the difference would lose its digits where P is near 1. With the softmax r over the tail, 0 at
-the K tokens, and with the derivatives c_k of the divergence in log p_k and d in log(1 - P),
+since the difference would lose its digits where P is near 1. Let r be the softmax over the tail (0
+at the K tokens), c_k the derivative of the divergence in log p_k, and d that in log(1 - P). Then
 
     d/dx_v = Σ_k c_k (1[v = k] - p_v) + d (r_v - p_v)
 """
@@ -314,8 +314,9 @@ def topk_kl_div(
         ``[*]``, fp32 (fp64 for fp64 logits), never negative with ``tail``; placed like the result
         of :func:`entropy`. Gradients flow to ``student`` and ``teacher_logprobs``.
 
-    Communication: one all-gather of 4 + K numbers per row, 6 + K with ``tail``, over the
-    vocabulary's mesh dim forward, none backward, none where V is not sharded over several ranks.
+    Communication: forward one all-gather of 4 + K numbers per row, 6 + K with ``tail``, over the
+    vocabulary's mesh dim, or nothing where V is not sharded over several ranks. Backward
+    communicates nothing.
 
     Rows: in KL(A || B), A is the teacher, or the student for ``reverse``. The value is +inf, with
     gradient 0 for both inputs, where A has mass on a named token or in the tail and B has none

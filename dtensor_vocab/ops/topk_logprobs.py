@@ -206,8 +206,8 @@ def topk_logprobs(
         log-probabilities ``[*, k]``, fp32 (fp64 for fp64 logits), and ids ``[*, k]``, int64;
         placed like the result of :func:`logprobs`.
 
-    Communication: one all-gather of 4 + 2 k numbers per row over the vocabulary's mesh dim forward,
-    none backward, none where V is not sharded over several ranks.
+    Communication: forward one all-gather of 4 + 2 k numbers per row over the vocabulary's mesh dim,
+    or nothing where V is not sharded over several ranks. Backward communicates nothing.
 
     Rows: as for :func:`logprobs`. NaN counts as the largest logit.
 
