@@ -1,5 +1,6 @@
 """Per-token ops on logits that stay sharded over the vocabulary as PyTorch DTensors."""
 
+from dtensor_vocab.linear_logits import LinearLogits
 from dtensor_vocab.ops.argmax import argmax
 from dtensor_vocab.ops.cross_entropy import cross_entropy
 from dtensor_vocab.ops.entropy import entropy
@@ -11,6 +12,7 @@ from dtensor_vocab.ops.topk_kl_div import topk_kl_div
 from dtensor_vocab.ops.topk_logprobs import topk_logprobs
 
 __all__ = [
+    "LinearLogits",
     "argmax",
     "cross_entropy",
     "entropy",

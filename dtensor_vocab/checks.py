@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_vocab.layout import Vocabulary, local_tensor, place_vocabulary, shards_vocab
+from dtensor_vocab.linear_logits import LinearLogits, Logits, cast_by_autocast, is_dtensor
 from dtensor_vocab.numerics import math_dtype
 
 __all__ = [
@@ -39,10 +40,13 @@ LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_logits(
-    function: str, logits: Tensor, vocab_size: int | None, name: str = "logits"
-) -> Vocabulary:
-    """Checks ``logits [*, V]`` and ``vocab_size``. Returns the layout of the vocabulary."""
-    vocab_dim = _check_one(function, logits, name)
+    function: str, logits: Logits, vocab_size: int | None, name: str = "logits"
+) -> tuple[Logits, Vocabulary]:
+    """Checks ``logits [*, V]`` and ``vocab_size``.
+
+    Returns the logits in a form that autograd can save, and the layout of the vocabulary.
+    """
+    logits, vocab_dim = _check_one(function, logits, name)
     columns = logits.shape[-1]
     if torch.jit.is_tracing():  # Tracing makes sizes tensors (torch 2.11 to 2.14).
         columns = int(columns)
@@ -56,15 +60,16 @@ def check_logits(
             f"{function}: expected 0 < vocab_size <= {columns}, the columns of {name}, "
             f"got {vocab_size}"
         )
-    return place_vocabulary(logits, vocab_dim, columns, vocab_size)
+    return logits, place_vocabulary(logits, vocab_dim, columns, vocab_size)
 
 
-def _check_one(function: str, logits: Tensor, name: str) -> int | None:
-    """Checks one tensor of logits. Returns the mesh dim that shards the vocabulary, or None."""
-    _check_tensor(function, logits, name)
-    if logits.dtype not in LOGITS_DTYPES:
-        wanted = "of dtype float16, bfloat16, float32 or float64"
-        raise TypeError(f"{function}: expected {name} {wanted}, got {logits.dtype}")
+def _check_one(function: str, logits: Logits, name: str) -> tuple[Logits, int | None]:
+    """Checks logits. Returns them, and the mesh dim that shards the vocabulary or None."""
+    if isinstance(logits, LinearLogits):
+        logits = _check_operands(function, logits, name)
+    else:
+        _check_tensor(function, logits, name)
+        _check_dtype(function, logits, name)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"{function}: expected {name} of shape [*, V] with V > 0, got {tuple(logits.shape)}"
@@ -74,11 +79,22 @@ def _check_one(function: str, logits: Tensor, name: str) -> int | None:
             f"{function}: expected {name} of at most {MAX_COLUMNS} columns unless they are fp64, "
             f"because fp32 cannot hold larger ids, got {logits.shape[-1]}"
         )
-    return _vocab_mesh_dim(function, logits, name) if isinstance(logits, DTensor) else None
+    if isinstance(logits, LinearLogits):
+        found = _vocab_mesh_dim_of_weight(function, logits, name) if is_dtensor(logits) else None
+        return logits, found
+    return saveable(logits), _vocab_mesh_dim(function, logits, name)
 
 
-def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
+def _check_dtype(function: str, x: Tensor, name: str) -> None:
+    if x.dtype not in LOGITS_DTYPES:
+        wanted = "of dtype float16, bfloat16, float32 or float64"
+        raise TypeError(f"{function}: expected {name} {wanted}, got {x.dtype}")
+
+
+def _vocab_mesh_dim(function: str, logits: Tensor, name: str) -> int | None:
     """The mesh dim that shards the vocabulary, or None. Raises if placements are unsupported."""
+    if not isinstance(logits, DTensor):
+        return None
     found = None
     for mesh_dim, placement in enumerate(logits.placements):
         if placement.is_replicate():
@@ -97,25 +113,114 @@ def _vocab_mesh_dim(function: str, logits: DTensor, name: str) -> int | None:
         raise ValueError(
             f"{function}: expected {name} placed as Shard(-1) on at most one mesh dim and as "
             "Replicate() or Shard(d) of a leading dim d on the others, got "
-            f"{tuple(logits.placements)} on {logits.device_mesh}; {cure}"
+            f"{_placed(logits)}; {cure}"
         )
     return found
 
 
-def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
+def _placed(x: Any) -> str:
+    return f"{tuple(x.placements)} on {x.device_mesh}"
+
+
+# ---- operands of LinearLogits
+
+
+def _check_operands(function: str, logits: LinearLogits, name: str) -> LinearLogits:
+    """Checks operands. Returns them as ``F.linear`` would cast them under autocast."""
+    for field, x in logits._asdict().items():
+        if field != "bias" or x is not None:
+            _check_tensor(function, x, f"{name}.{field}")
+            _check_dtype(function, x, f"{name}.{field}")
+    hidden, weight, bias = logits = cast_by_autocast(logits)
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{function}: expected {name}.hidden of shape [*, H] and {name}.weight of shape "
+            f"[V, H], got {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{function}: expected {name}.bias of shape {list(weight.shape[:1])} for {name}.weight "
+            f"of shape {list(weight.shape)}, got {list(bias.shape)}"
+        )
+    _check_alike(function, f"{name}.hidden", hidden, f"{name}.weight", weight)
+    if bias is not None:
+        _check_alike(function, f"{name}.weight", weight, f"{name}.bias", bias)
+    return LinearLogits(*(x if x is None else saveable(x) for x in logits))
+
+
+def _check_alike(function: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Checks that two operands have the same dtype, device and mesh."""
+    names = f"{name} and {other_name}"
+    if x.dtype != other.dtype:
+        raise TypeError(
+            f"{function}: expected {names} of the same dtype, got {x.dtype} and {other.dtype}"
+        )
+    facts = [("device", x.device, other.device), ("kind", _kind(x), _kind(other))]
+    if isinstance(x, DTensor) and isinstance(other, DTensor):
+        facts.append(("mesh", x.device_mesh, other.device_mesh))
+    for fact, mine, its in facts:
+        if mine != its:
+            cure = "" if fact == "device" else _CURE_OF_KIND
+            raise ValueError(f"{function}: expected {names} of the same {fact}, got {mine} and {its}{cure}")
+
+
+_CURE_OF_KIND = (
+    "; wrap a hidden state with DTensor.from_local, and use a weight that FSDP2 shards only inside "
+    "the forward of a module that holds it"
+)
+
+
+def _vocab_mesh_dim_of_weight(function: str, logits: LinearLogits, name: str) -> int | None:
+    """The mesh dim that shards the vocabulary, or None. Raises if placements are unsupported."""
+    hidden, weight, bias = logits
+    found = None
+    for mesh_dim, (of_hidden, of_weight) in enumerate(
+        zip(hidden.placements, weight.placements, strict=True)  # type: ignore[attr-defined]
+    ):
+        if isinstance(of_weight, Shard) and of_weight.dim % 2 == 0:
+            if found is not None:
+                cure = f"redistribute {name}.weight to Replicate() on one of two mesh dims"
+            elif not of_hidden.is_replicate():
+                cure = f"redistribute {name}.hidden to Replicate() on mesh dim {mesh_dim}"
+            else:
+                found = mesh_dim
+                continue
+        elif not of_weight.is_replicate():
+            cure = f"redistribute {name}.weight to Shard(0) or Replicate()"
+        elif isinstance(of_hidden, Shard) and of_hidden.dim % hidden.dim() < hidden.dim() - 1:
+            continue
+        elif of_hidden.is_replicate():
+            continue
+        else:
+            cure = f"redistribute {name}.hidden to Replicate() or Shard(d) of a leading dim d"
+        raise ValueError(
+            f"{function}: expected {name}.weight placed as Shard(0) on at most one mesh dim, where "
+            f"{name}.hidden is Replicate(), and as Replicate() on the others, where {name}.hidden "
+            f"is Replicate() or Shard(d) of a leading dim d, got weight {tuple(weight.placements)} "  # type: ignore[attr-defined]
+            f"and hidden {_placed(hidden)}; {cure}"
+        )
+    if bias is not None and bias.placements != weight.placements:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{function}: expected {name}.bias placed like {name}.weight, "
+            f"{_placed(weight)}, got {_placed(bias)}"
+        )
+    return found
+
+
+def check_teacher(function: str, teacher: Logits, student: Logits) -> Logits:
     """Checks that a teacher's logits have the student's shape, device, mesh and placements.
 
-    Returns them as a tensor that autograd can save.
+    Returns them in a form that autograd can save.
     """
-    _check_one(function, teacher, "teacher")
+    teacher, _ = _check_one(function, teacher, "teacher")
     facts: list[tuple[str, Any, Any]] = [
         ("shape", tuple(student.shape), tuple(teacher.shape)),
         ("device", student.device, teacher.device),
         ("kind", _kind(student), _kind(teacher)),
     ]
-    if isinstance(student, DTensor) and isinstance(teacher, DTensor):
-        facts.append(("mesh", student.device_mesh, teacher.device_mesh))
-        facts.append(("placements", tuple(student.placements), tuple(teacher.placements)))
+    if is_dtensor(student) and is_dtensor(teacher):
+        for fact in ("device_mesh", "placements"):
+            facts.append((fact.removeprefix("device_"), *(getattr(x, fact) for x in (student, teacher))))
     for fact, mine, other in facts:
         if mine != other:
             cure = ""
@@ -128,11 +233,11 @@ def check_teacher(function: str, teacher: Tensor, student: Tensor) -> Tensor:
                 f"{function}: expected student and teacher of the same {fact}, "
                 f"got {mine} and {other}{cure}"
             )
-    return saveable(teacher)
+    return teacher
 
 
-def _kind(x: Tensor) -> str:
-    return "DTensor" if isinstance(x, DTensor) else "Tensor"
+def _kind(x: Logits) -> str:
+    return "DTensor" if is_dtensor(x) else "Tensor"
 
 
 def saveable(x: Tensor) -> Tensor:
@@ -169,7 +274,7 @@ K_AXIS = ((), ("K",))
 def check_ids(
     function: str,
     index: Tensor,
-    logits: Tensor,
+    logits: Logits,
     name: str = "index",
     trailing: tuple[tuple[str, ...], ...] = K_AXIS,
 ) -> Tensor:
@@ -180,7 +285,7 @@ def check_ids(
     return check_row_values(function, index, logits, name, trailing)
 
 
-def check_logprobs(function: str, logprobs: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+def check_logprobs(function: str, logprobs: Tensor, ids: Tensor, logits: Logits) -> Tensor:
     """Checks the teacher's log-probabilities ``[*, K]`` that belong to ``ids``."""
     name = "teacher_logprobs"
     _check_tensor(function, logprobs, name)
@@ -230,8 +335,15 @@ def check_k(function: str, k: int, vocabulary: Vocabulary) -> int:
     return k
 
 
-def check_inplace_backward(function: str, inplace_backward: bool, logits: Tensor) -> None:
+def check_inplace_backward(function: str, inplace_backward: bool, logits: Logits) -> None:
     check_bool(function, inplace_backward, "inplace_backward")
+    if isinstance(logits, LinearLogits):
+        if inplace_backward:
+            raise ValueError(
+                f"{function}: expected inplace_backward=False for LinearLogits, which have no "
+                "logits to overwrite, got True"
+            )
+        return
     if torch.compiler.is_compiling():
         return  # Compiled code makes a new gradient.
     if inplace_backward and _may_overlap(logits):
@@ -254,7 +366,7 @@ def _may_overlap(x: Tensor) -> bool:
     return False
 
 
-def check_temperature(function: str, temperature: float | Tensor, logits: Tensor) -> Tensor | None:
+def check_temperature(function: str, temperature: float | Tensor, logits: Logits) -> Tensor | None:
     """Checks a temperature. Returns it as a tensor, 0-d or ``[*]``, or None if it is 1."""
     if isinstance(temperature, Tensor):
         _check_tensor(function, temperature, "temperature")
@@ -279,13 +391,13 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Tensor
     if temperature == 1:
         return None
     scalar = torch.full((), float(temperature), dtype=torch.float64, device=logits.device)
-    return _replicated(scalar, logits) if isinstance(logits, DTensor) else scalar
+    return _replicated(scalar, logits) if is_dtensor(logits) else scalar
 
 
 def check_row_values(
     function: str,
     values: Tensor,
-    logits: Tensor,
+    logits: Logits,
     name: str,
     trailing: tuple[tuple[str, ...], ...] = ((),),
     one_for_all: bool = False,
@@ -297,14 +409,14 @@ def check_row_values(
     """
     single = one_for_all and values.dim() == 0
     if (
-        isinstance(logits, DTensor)
+        is_dtensor(logits)
         and not isinstance(values, DTensor)
         and not single
         and any(p.is_shard() and not shards_vocab(p, logits) for p in logits.placements)
     ):
         raise ValueError(
             f"{function}: expected {name} to be a DTensor, since the logits shard a leading dim "
-            f"({tuple(logits.placements)} on {logits.device_mesh}), got a Tensor, which may be the "
+            f"({_placed(logits)}), got a Tensor, which may be the "
             "local or the global one; wrap it with DTensor.from_local or distribute_tensor"
         )
     rows, shape = tuple(logits.shape[:-1]), tuple(values.shape)
@@ -323,7 +435,7 @@ def check_row_values(
         )
     if _is_inference(values):
         values = values.clone()
-    if not isinstance(logits, DTensor):
+    if not is_dtensor(logits):
         if isinstance(values, DTensor):
             raise ValueError(
                 f"{function}: expected {name} to be a Tensor like the logits, got a DTensor "
@@ -340,7 +452,7 @@ def check_row_values(
     return values
 
 
-def placed_by_row(logits: Tensor, *values: Tensor | None) -> tuple[Any, ...]:
+def placed_by_row(logits: Logits, *values: Tensor | None) -> tuple[Any, ...]:
     """Checked values placed like the rows of the logits, which may communicate.
 
     Moved here, after all checks, values are moved once, not by each operator that takes them.
@@ -348,8 +460,8 @@ def placed_by_row(logits: Tensor, *values: Tensor | None) -> tuple[Any, ...]:
     return tuple(value if value is None else _placed_by_row(logits, value) for value in values)
 
 
-def _placed_by_row(logits: Tensor, values: Tensor) -> Tensor:
-    if not isinstance(logits, DTensor) or not isinstance(values, DTensor):
+def _placed_by_row(logits: Logits, values: Tensor) -> Tensor:
+    if not is_dtensor(logits) or not isinstance(values, DTensor):
         return values
     single = values.dim() == 0
     placements = tuple(
@@ -358,7 +470,7 @@ def _placed_by_row(logits: Tensor, values: Tensor) -> Tensor:
     return values if values.placements == placements else values.redistribute(placements=placements)
 
 
-def _replicated(values: Tensor, logits: DTensor) -> DTensor:
+def _replicated(values: Tensor, logits: Logits) -> DTensor:
     mesh = logits.device_mesh
     return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
 

@@ -15,7 +15,7 @@ from dtensor_vocab._private import assert_async
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.numerics import columns_before
 
-__all__ = ["NUM_CHECKS", "assert_no_faults", "coverage", "passed_checks"]
+__all__ = ["NUM_CHECKS", "assert_no_faults", "coverage", "coverage_of_shard", "passed_checks"]
 
 
 def coverage(
@@ -34,12 +34,9 @@ def coverage(
     this shard's width is wrong, -inf if an id of the row is out of range, and +inf if the row's
     temperature is not positive and finite in the dtype of the math.
     """
-    columns, shard_size, vocab_size = sizes
-    expected = columns_before(columns, start, shard_size, x.device)
-    number = torch.where(expected == width, x.new_full((), columns), torch.nan)
-    number = number.expand(x.shape[:-1])
+    number = _columns_if_fitting(x, start, width, sizes).expand(x.shape[:-1])
     if index is not None:
-        in_range = (index >= 0) & (index < vocab_size)
+        in_range = (index >= 0) & (index < sizes[2])
         bad = not_ignored(index, ignore_index) & ~in_range
         number = torch.where(bad.any(-1), -torch.inf, number)
     if temperature is not None:
@@ -47,6 +44,24 @@ def coverage(
         bad = ~((value >= limits.tiny) & (value <= limits.max))
         number = torch.where(bad.any(-1) if bad.dim() else bad, torch.inf, number)
     return number
+
+
+def coverage_of_shard(
+    covered: Tensor, start: Tensor | int, width: int, sizes: Sequence[int]
+) -> Tensor:
+    """The ``coverage`` of a shard from that of any of its blocks, which find the same faults in ids
+    and temperatures. Only the whole shard has the width that torch.chunk gives.
+    """
+    number = _columns_if_fitting(covered, start, width, sizes)
+    return torch.where(covered.abs() == torch.inf, covered, number)
+
+
+def _columns_if_fitting(
+    x: Tensor, start: Tensor | int, width: int, sizes: Sequence[int]
+) -> Tensor:
+    columns, shard_size, _ = sizes
+    expected = columns_before(columns, start, shard_size, x.device)
+    return torch.where(expected == width, x.new_full((), columns), torch.nan)
 
 
 NUM_CHECKS = 3

@@ -6,6 +6,10 @@ Each tensor of an operator has a role. What a mesh dim shards decides its placem
 role              tensor               mesh dim that shards V  mesh dim that shards dim ``d``
 ================  ===================  ======================  =============================
 ``logits``        ``[*, V]``           ``Shard(-1)``           ``Shard(d)``
+``hidden``        ``[*, H]``           ``Replicate()``         ``Shard(d)``
+``hidden_grad``   ``[*, H]``           ``Partial()``           ``Shard(d)``
+``weight``        ``[V, H]``, ``[V]``  ``Shard(0)``            ``Replicate()``
+``weight_grad``   ``[V, H]``, ``[V]``  ``Shard(0)``            ``Partial()``
 ``rows``          ``[*]``, ``[*, K]``  ``Replicate()``         ``Shard(d)``
 ``stats``         ``[shards, *, S]``   ``Shard(0)``            ``Shard(d + 1)``
 ``gathered``      ``[shards, *, S]``   ``Replicate()``         ``Shard(d + 1)``
@@ -15,7 +19,8 @@ role              tensor               mesh dim that shards V  mesh dim that sha
 ================  ===================  ======================  =============================
 
 A mesh dim that shards nothing replicates all of them. A 0-d tensor with the role ``rows`` is one
-value for all rows. :func:`gather_and_merge` calls the operators that take ``gathered``, and
+value for all rows. The role ``linear`` is ``hidden`` where a weight follows, and ``logits``
+otherwise. :func:`gather_and_merge` calls the operators that take ``gathered``, and
 :func:`all_reduce_and_finish` those that take ``total``. These calls are the only ones that
 communicate, except that the checks of arguments redistribute ids and temperatures that the caller
 has placed otherwise.
@@ -32,6 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_vocab._private import DTensorSpec
+from dtensor_vocab.linear_logits import Logits, is_dtensor
 
 __all__ = [
     "Sizes",
@@ -72,18 +78,18 @@ class Vocabulary(NamedTuple):
 
 
 def place_vocabulary(
-    logits: Tensor, mesh_dim: int | None, columns: int, vocab_size: int
+    logits: Logits, mesh_dim: int | None, columns: int, vocab_size: int
 ) -> Vocabulary:
     """The layout of the vocabulary of ``logits [*, columns]``.
 
     ``mesh_dim`` is the mesh dim that shards it, None if no mesh dim does.
     """
-    if not isinstance(logits, DTensor):
+    if not is_dtensor(logits):
         # On CPUs plain tensors and DTensors share kernels. On a GPU zeros are one more launch.
         on_cpu = logits.device.type == "cpu"
         start = torch.zeros(1, dtype=torch.int64) if on_cpu else None
         return Vocabulary(start, Sizes(columns, columns, vocab_size))
-    mesh = logits.device_mesh
+    mesh = logits.device_mesh  # type: ignore[union-attr]
     shards = 1 if mesh_dim is None else mesh.size(mesh_dim)
     coordinate = mesh.get_coordinate()  # None on a rank outside of the mesh
     rank = 0 if mesh_dim is None or coordinate is None else coordinate[mesh_dim]
@@ -107,7 +113,7 @@ def num_shards(vocab_start: Tensor | None) -> int:
     return 1 if vocab_start is None else vocab_start.shape[0]
 
 
-def shards_vocab(placement: Placement, logits: Tensor) -> bool:
+def shards_vocab(placement: Placement, logits: Logits) -> bool:
     return isinstance(placement, Shard) and placement.dim % logits.dim() == logits.dim() - 1
 
 
@@ -165,15 +171,36 @@ def placements_of(
     ``inputs`` and ``outputs`` are roles. ``specs`` are those of the inputs as they are now, None
     for one that is left out.
     """
+    inputs, outputs = _resolved(inputs, specs, outputs)
     given = list(zip(inputs, specs, strict=True))
     there = [(role, spec) for role, spec in given if spec is not None]
-    telling = next((pair for pair in there if has_all_lead_dims(pair[0])), there[0])
+    telling = next(
+        (pair for pair in there if has_all_lead_dims(pair[0])),
+        next((pair for pair in there if pair[0] == "hidden"), there[0]),
+    )
     dims, ndim = _sharded_dims(*telling)
+    weight = next((spec for role, spec in there if role == "weight"), None)
+    if weight is not None:
+        shards = (isinstance(p, Shard) for p in weight.placements)
+        dims = [_VOCAB if shard else dim for dim, shard in zip(dims, shards, strict=True)]
     wanted = [
         None if spec is None else tuple(_placement(role, dim, spec.ndim) for dim in dims)
         for role, spec in given
     ]
     return wanted, [tuple(_placement(role, dim, ndim) for dim in dims) for role in outputs]
+
+
+def _resolved(
+    inputs: Sequence[str], specs: Sequence[DTensorSpec | None], outputs: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The roles with ``hidden`` or ``logits`` in place of ``linear``, and so for the gradients."""
+    roles, grads = list(inputs), []
+    for i, role in enumerate(inputs):
+        if role == "linear":
+            roles[i] = "logits" if specs[i + 1] is None else "hidden"
+            grads.append("logits" if specs[i + 1] is None else "hidden_grad")
+    of_linear = iter(grads)
+    return roles, [next(of_linear) if role == "linear_grad" else role for role in outputs]
 
 
 def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
@@ -195,10 +222,12 @@ def _placement(role: str, dim: int | None, ndim: int) -> Placement:
         return Replicate()
     if role == "logits":
         return Shard(ndim - 1 if over_vocab else dim)
+    if (role == "hidden_grad" and over_vocab) or (role == "weight_grad" and not over_vocab):
+        return Partial()
+    if role in ("start", "weight", "weight_grad"):
+        return Shard(0) if over_vocab else Replicate()
     if role == "stats" or (role == "gathered" and not over_vocab):
         return Shard(dim + 1)
-    if role == "start":
-        return Shard(0) if over_vocab else Replicate()
     if over_vocab or role == "gathered":
         return Replicate()
     if role == "sums":

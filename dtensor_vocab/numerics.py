@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dtensor_vocab.linear_logits import Logits
+
 __all__ = [
     "columns_before",
     "least_exponent",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 
-def math_dtype(*logits: Tensor) -> torch.dtype:
+def math_dtype(*logits: Logits) -> torch.dtype:
     """The dtype of the math and of the results for these logits."""
     double = any(x.dtype == torch.float64 for x in logits)
     return torch.float64 if double else torch.float32

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from dtensor_vocab._private import (
 )
 from dtensor_vocab.layout import has_all_lead_dims, num_shard_dims, placements_of
 
-__all__ = ["operator", "with_signature"]
+__all__ = ["linear_arguments", "linear_signature", "operator", "with_signature"]
 
 
 def operator(
@@ -55,8 +55,31 @@ def operator(
     return register
 
 
+def linear_signature(signature: str) -> str:
+    """The signature of an operator's twin, which takes three tensors in place of each of its logits:
+    logits and no others, or the operands of ``LinearLogits``.
+    """
+    inputs, outputs = signature.split("->")
+    inputs = inputs.replace("logits", "linear, weight, weight")
+    return f"{inputs}->{outputs.replace('logits', 'linear_grad, weight_grad, weight_grad')}"
+
+
+def linear_arguments(args: Mapping[str, Any], logits: Collection[str]) -> dict[str, Any]:
+    """The arguments of that twin, from those of the operator and the names of its logits."""
+    twin: dict[str, Any] = {}
+    for name, kind in args.items():
+        twin[name] = kind
+        if name in logits:
+            twin[f"{name}_weight"] = twin[f"{name}_bias"] = Tensor | None
+    return twin
+
+
 def with_signature(
-    fn: Callable[..., Any], name: str, args: Mapping[str, Any], returns: Any
+    fn: Callable[..., Any],
+    name: str,
+    args: Mapping[str, Any],
+    returns: Any,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """``fn`` under ``name``, with a signature from which ``torch.library`` infers the schema."""
 
@@ -67,7 +90,12 @@ def with_signature(
     named.__name__ = name
     named.__signature__ = inspect.Signature(
         [
-            inspect.Parameter(arg, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            inspect.Parameter(
+                arg,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                annotation=kind,
+                default=(defaults or {}).get(arg, inspect.Parameter.empty),
+            )
             for arg, kind in args.items()
         ],
         return_annotation=returns,
@@ -109,6 +137,8 @@ def _vmap(
 ) -> tuple[Any, Any]:
     if any(isinstance(arg, DTensor) for arg in args):
         raise NotImplementedError("dtensor_vocab: vmap takes plain tensors, not DTensors")
+    if "weight" in inputs:
+        raise NotImplementedError("dtensor_vocab: vmap takes logits, not LinearLogits")
     # torch omits trailing arguments that equal their defaults.
     names = iter(inputs)
     roles = [

@@ -9,6 +9,7 @@ m and the sum s of each (see :mod:`~dtensor_vocab.softmax`) and, for a KL diverg
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,8 +30,22 @@ from dtensor_vocab.numerics import (
     scaled,
     to_math,
 )
-from dtensor_vocab.operators import operator, with_signature
+from dtensor_vocab.linear_blocks import (
+    Blocks,
+    LocalLogits,
+    LogitsGradient,
+    empty_gradients,
+    without_autocast,
+)
+from dtensor_vocab.linear_logits import LinearLogits, Logits, needed, separate
+from dtensor_vocab.operators import (
+    linear_arguments,
+    linear_signature,
+    operator,
+    with_signature,
+)
 from dtensor_vocab.row_blocks import ByRow, chunked, flat, in_chunks
+from dtensor_vocab.shard_stats import stats_operator
 
 __all__ = ["PairGradient", "cross_scale", "kl_div_stats", "log_probs", "merge_pair_sums"]
 
@@ -38,7 +53,14 @@ __all__ = ["PairGradient", "cross_scale", "kl_div_stats", "log_probs", "merge_pa
 # ---- statistics of a shard
 
 
-@operator("logits, logits, rows, start -> stats")
+def _combine(stats: Tensor, temperature: Tensor | None, cross: bool) -> Tensor:
+    """Merges the statistics ``[rows, blocks, S]`` of blocks of a shard."""
+    m_a, s_a, covered, m_b, s_b, *c = stats.unbind(-1)
+    m_a, s_a, m_b, s_b, *c = merge_pair_sums(m_a, s_a, m_b, s_b, *c, temperature=temperature)
+    return torch.stack([m_a, s_a, covered[:, 0], m_b, s_b, *c], -1)
+
+
+@stats_operator("logits, logits, rows, start -> stats", _combine, covered=2)
 def kl_div_stats(
     a: Tensor,
     b: Tensor,
@@ -153,6 +175,9 @@ def log_probs(
 # ---- gradients: one read of both logits, one write for each gradient
 
 
+_SIX_TENSORS = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class PairGradient:
     """The gradient operators of an op on two softmaxes, declared by its formula.
 
@@ -184,13 +209,25 @@ class PairGradient:
         both = with_signature(self._new_both, f"{name}_both", args, tuple[Tensor, Tensor])
         self.backward = operator(f"{roles} -> logits")(one)
         self.backward_both = operator(f"{roles} -> logits, logits")(both)
+        linear_args = {**linear_arguments(args, ("a", "b")), "needs": Sequence[bool]}
+        self.backward_linear = operator(linear_signature(f"{roles} -> logits, logits"))(
+            with_signature(self._linear, f"{name}_linear", linear_args, _SIX_TENSORS)
+        )
+        self.backward_linear.register_fake(
+            lambda grad, saved, *args: (
+                *empty_gradients(*args[:3], args[-1][:3]),
+                *empty_gradients(*args[3:6], args[-1][3:]),
+            )
+        )
         self.backward.register_fake(
             lambda grad, saved, a, b, *args: empty_grad(a if args[-1] else b)
         )
         self.backward_both.register_fake(
             lambda grad, saved, a, b, *_: (empty_grad(a), empty_grad(b))
         )
-        self.keep, self.gradients = _in_autograd(self.backward, self.backward_both)
+        self.keep, self.gradients = _in_autograd(
+            self.backward, self.backward_both, self.backward_linear
+        )
         return self
 
     def _make_kernels(self, gradients: Callable[..., tuple[Tensor, Tensor]]) -> None:
@@ -226,6 +263,26 @@ class PairGradient:
         to_a, to_b = self._both(*_by_row(grad, saved, a, b, *args))
         return to_a.view(a.shape), to_b.view(b.shape)
 
+    @without_autocast
+    def _linear(self, grad: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        """The gradients of both sides, of which one or both are operands of ``LinearLogits``."""
+        sides = [LocalLogits(*args[:3]), LocalLogits(*args[3:6])]
+        temperature, vocab_start, *options, needs = args[6:]
+        blocks = Blocks(sides, vocab_start, 4)
+        gradients = [LogitsGradient(side, blocks, needs[3 * i :][:3]) for i, side in enumerate(sides)]
+        to_a, to_b = (gradient.needed for gradient in gradients)
+        for at in blocks:
+            logits = [side.block(at) for side in sides]
+            rows = (blocks.of_rows(x, sides[0].lead, at) for x in (grad, saved, temperature))
+            grad_at, saved_at, temperature_at = rows
+            by_row = _by_row(grad_at, saved_at, *logits, temperature_at, at.start, *options)
+            both = self._both(*by_row) if to_a and to_b else [self._one(*by_row, to_a)]
+            for gradient in gradients:
+                if gradient.needed:
+                    first, *both = both
+                    gradient.add(at, first)
+        return tuple(itertools.chain(*(gradient.finish() for gradient in gradients)))
+
 
 def _by_row(
     grad: Tensor,
@@ -247,21 +304,27 @@ def _by_row(
 
 
 def _in_autograd(
-    backward: torch.library.CustomOpDef, backward_both: torch.library.CustomOpDef
+    backward: torch.library.CustomOpDef,
+    backward_both: torch.library.CustomOpDef,
+    backward_linear: torch.library.CustomOpDef,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """``keep`` and ``gradients`` for a ``PerToken`` with ``forward(a, b, temperature, vocab_start,
     sizes, *options)``.
     """
-
-    one, both = overload(backward), overload(backward_both)
+    one, both, linear = map(overload, (backward, backward_both, backward_linear))
 
     def keep(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Sequence[Any]:
         ctx.options = inputs[4:]
         return inputs[:4]
 
-    def gradients(ctx: Any, grad: Tensor, saved: Tensor, *kept: Any) -> Any:
-        to_a, to_b = ctx.needs_input_grad[:2]
-        args = grad, saved, *kept, *ctx.options
+    def gradients(ctx: Any, grad: Tensor, saved: Tensor, a: Logits, b: Logits, *kept: Any) -> Any:
+        needs = list(ctx.needs_input_grad[:6])
+        if isinstance(a, LinearLogits) or isinstance(b, LinearLogits):
+            args = *separate(a), *separate(b), *kept, *ctx.options
+            to_operands = needed(linear(grad, saved, *args, needs), needs)
+            return LinearLogits(*to_operands[:3]), LinearLogits(*to_operands[3:])
+        to_a, to_b = needs[0], needs[3]
+        args = grad, saved, a, b, *kept, *ctx.options
         if to_a and to_b:
             return both(*args)
         gradient = one(*args, to_a)

@@ -45,7 +45,6 @@ from dtensor_vocab.numerics import (
     shift_times_mass,
     to_math,
 )
-from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import (
     CHUNK_COLUMNS,
     ByRow,
@@ -54,14 +53,24 @@ from dtensor_vocab.row_blocks import (
     in_chunks,
     stats_per_row,
 )
+from dtensor_vocab.shard_stats import stats_operator
 
-__all__ = ["Softmax", "merge_at_ids", "merge_softmax", "softmax_stats"]
+__all__ = ["Softmax", "combine_softmax", "merge_at_ids", "merge_softmax", "softmax_stats"]
 
 
 # ---- statistics of a shard
 
 
-@operator("logits, rows, rows, start -> stats")
+def combine_softmax(stats, temperature, ignore_index, summed=False) -> Tensor:
+    """Merges the statistics ``[rows, blocks, S]`` of blocks of a shard."""
+    columns = [stats[..., i] for i in (0, 1, 3, *(4, 5)[: 2 * summed])]
+    m, s, w, *t = merge_softmax_sums(*columns, temperature=temperature)
+    first = 4 + 2 * summed
+    merged = [m, s, stats[:, 0, 2], w, *t, *([columns[-1].sum(-1)] if summed else [])]
+    return torch.cat([torch.stack(merged, -1), stats[..., first:].sum(-2)], -1)
+
+
+@stats_operator("logits, rows, rows, start -> stats", combine_softmax, covered=2)
 def softmax_stats(
     logits: Tensor,
     index: Tensor | None,

@@ -23,7 +23,20 @@ from dtensor_vocab.ids import local_ids, sum_equal
 from dtensor_vocab.kernel import kernel
 from dtensor_vocab.layout import first_column
 from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
-from dtensor_vocab.operators import operator, with_signature
+from dtensor_vocab.linear_blocks import (
+    Blocks,
+    LocalLogits,
+    LogitsGradient,
+    empty_gradients,
+    without_autocast,
+)
+from dtensor_vocab.linear_logits import LinearLogits, Logits, needed
+from dtensor_vocab.operators import (
+    linear_arguments,
+    linear_signature,
+    operator,
+    with_signature,
+)
 from dtensor_vocab.row_blocks import ByRow, blocks, flat, in_blocks
 
 __all__ = ["Coefficients", "SoftmaxGradient"]
@@ -71,16 +84,24 @@ class SoftmaxGradient:
             **{p.name: p.annotation for p in parameters[len(self._ids) + 1 :]},
         }
         roles = ", ".join(["rows, rows, logits", *["rows" for _ in self._ids], "rows, start"])
-        name = f"{self._name}_backward"
-        self.backward = operator(f"{roles} -> logits")(
-            with_signature(self._new, name, args, Tensor)
-        )
+        name, signature = f"{self._name}_backward", f"{roles} -> logits"
+        self.backward = operator(signature)(with_signature(self._new, name, args, Tensor))
         self.backward.register_fake(lambda grad, saved, logits, *_: empty_grad(logits))
+        linear_args = {**linear_arguments(args, ("logits",)), "needs": Sequence[bool]}
+        returns = tuple[Tensor, Tensor, Tensor]
+        self.backward_linear = operator(linear_signature(signature))(
+            with_signature(self._linear, f"{name}_linear", linear_args, returns)
+        )
+        self.backward_linear.register_fake(
+            lambda grad, saved, x, weight, bias, *args: empty_gradients(x, weight, bias, args[-1])
+        )
         self.backward_ = None
         if self._inplace:
             fn = with_signature(self._overwrite, f"{name}_", args, None)
             self.backward_ = operator(f"{roles} ->", mutates="logits")(fn)
-        self.keep, self.gradients = _in_autograd(len(self._ids), self.backward, self.backward_)
+        self.keep, self.gradients = _in_autograd(
+            len(self._ids), self.backward, self.backward_, self.backward_linear
+        )
         return self
 
     def _make_kernels(self, coefficients: Callable[..., Coefficients]) -> None:
@@ -134,6 +155,22 @@ class SoftmaxGradient:
         if entries is not None:
             _write(by_row[0], blocks(entries, BLOCK_IDS // k))
 
+    @without_autocast
+    def _linear(self, grad: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        """The gradients of the operands of ``LinearLogits``. Blocks of logits are made again."""
+        logits, (*args, needs) = LocalLogits(*args[:3]), args[3:]
+        ids = args[: len(self._ids)]
+        temperature, vocab_start, *options = args[len(self._ids) :]
+        blocks = Blocks([logits], vocab_start, 1)
+        gradient = LogitsGradient(logits, blocks, needs)
+        for at in blocks:
+            rows = (blocks.of_rows(x, logits.lead, at) for x in (grad, saved, *ids, temperature))
+            grad_at, saved_at, *rows_at = rows
+            block = logits.block(at)
+            self._overwrite(grad_at, saved_at, block, *rows_at, at.start, *options)
+            gradient.add(at, block)
+        return gradient.finish()
+
     def _by_row(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> list[Any]:
         """The operator's arguments as those of the kernels, which take the logits first."""
         index = args[0] if self._ids else None
@@ -145,20 +182,27 @@ class SoftmaxGradient:
 
 
 def _in_autograd(
-    ids: int, backward: torch.library.CustomOpDef, backward_: torch.library.CustomOpDef | None
+    ids: int,
+    backward: torch.library.CustomOpDef,
+    backward_: torch.library.CustomOpDef | None,
+    backward_linear: torch.library.CustomOpDef,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """``keep`` and ``gradients`` for a ``PerToken`` with ``forward(logits, [index,] temperature,
     vocab_start, sizes, *options, inplace_backward)``.
     """
     tensors = 3 + ids
-    new = overload(backward)
+    new, linear = overload(backward), overload(backward_linear)
     overwrite = None if backward_ is None else overload(backward_)
 
     def keep(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Sequence[Any]:
         *ctx.options, ctx.inplace_backward = inputs[tensors:]
         return inputs[:tensors]
 
-    def gradients(ctx: Any, grad: Tensor, saved: Tensor, logits: Tensor, *kept: Any) -> Any:
+    def gradients(ctx: Any, grad: Tensor, saved: Tensor, logits: Logits, *kept: Any) -> Any:
+        if isinstance(logits, LinearLogits):
+            needs = list(ctx.needs_input_grad[:3])
+            to_operands = linear(grad, saved, *logits, *kept, *ctx.options, needs)
+            return (LinearLogits(*needed(to_operands, needs)),)
         args = grad, saved, logits, *kept, *ctx.options
         if overwrite is None or not ctx.inplace_backward or is_functional():
             return (new(*args),)

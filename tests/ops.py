@@ -7,15 +7,18 @@ covered by an entry in ``OPS``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import dtensor_vocab as dv
@@ -41,11 +44,13 @@ class Op:
     """Whether the op has no gradients at all."""
 
     def __call__(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        inputs = _joined(self.arguments, inputs, dv.LinearLogits)
         return _as_tuple(getattr(dv, self.name)(*inputs, **{**self.options, **options}))
 
     def oracle(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
         # The option changes the memory of the gradient, not its values.
         options.pop("inplace_backward", None)
+        inputs = _joined(self.arguments, inputs, F.linear)
         return _as_tuple(getattr(oracle, self.name)(*inputs, **{**self.options, **options}))
 
     def with_options(self, **options: Any) -> Op:
@@ -54,11 +59,13 @@ class Op:
     def __str__(self) -> str:
         words = [f"{key}={value}" for key, value in self.options.items()]
         words += [f"K={k}" for k in self.ids]
+        words += [f"linear {name}" for name in LOGITS if f"{name}.hidden" in self.arguments]
         return f"{self.name}({','.join(words)})" if words else self.name
 
     @property
     def logits(self) -> tuple[str, ...]:
-        return tuple(name for name in self.arguments if name in LOGITS)
+        """The arguments whose leading dims are those of the logits and whose dtype is theirs."""
+        return tuple(name for name in self.arguments if name in LOGITS or ".hidden" in name)
 
     @property
     def ids_name(self) -> str | None:
@@ -70,17 +77,26 @@ class Op:
     @property
     def differentiable(self) -> tuple[str, ...]:
         names = () if self.constant else (*LOGITS, "teacher_logprobs")
-        return tuple(name for name in self.arguments if name in names)
+        return tuple(name for name in self.arguments if name.partition(".")[0] in names)
 
     @property
     def reduces_rows(self) -> bool:
         return self.name == "cross_entropy" and self.options.get("reduction", "mean") != "none"
+
+    def linear(self, *names: str) -> Op:
+        """Returns the op with operands in place of these logits, or of all."""
+        names = names or self.logits
+        operands = {name: [f"{name}.{x}" for x in ("hidden", "weight", "bias")] for name in names}
+        arguments = [operands.get(name, [name]) for name in self.arguments]
+        return replace(self, arguments=tuple(itertools.chain(*arguments)))
 
     def within(self, vocab: int) -> Op:
         """Returns the op with k lowered to the size of the vocabulary if that is smaller."""
         return self.with_options(k=min(self.options["k"], vocab)) if "k" in self.options else self
 
 
+WIDTH = 4
+"""H of hidden states and weights."""
 LOGITS = ("logits", "student", "teacher")
 TOP_TEACHER = ("student", "teacher_logprobs", "teacher_ids")
 
@@ -106,6 +122,7 @@ OPS = [
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}, numbers=(9,)),
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}, numbers=(9,)),
 ]
+PUBLIC_OPS = [name for name in dv.__all__ if name != "LinearLogits"]
 OP = {str(op): op for op in OPS}
 PAIRS = [op for op in OPS if len(op.logits) == 2]
 WITH_IDS = [op for op in OPS if op.ids_name]
@@ -126,6 +143,14 @@ PATHS = [
 """One op for each code path, for behaviour that does not depend on an op's formula."""
 GRADIENT_PATHS = [op for op in PATHS if not op.constant and op.name != "entropy"]
 """One op for each code path of autograd, which does not distinguish ops with and without ids."""
+
+
+LINEAR = [
+    *(op.linear() for op in OPS),
+    *(op.linear(name) for op in PAIRS for name in op.logits),
+]
+"""The ops on ``LinearLogits``, for pairs also on one side alone."""
+LINEAR_PATHS = [*(op.linear() for op in PATHS), OP["kl_div"].linear("student")]
 
 
 def named(*names: str) -> list[Op]:
@@ -154,6 +179,27 @@ class Layout(NamedTuple):
             for p in self.placements
         )
 
+    def weight(self, ndim: int) -> tuple[Placement, ...]:
+        """The placements of a weight ``[V, H]`` or a bias that makes logits with ``ndim`` dims."""
+        return tuple(Shard(0) if self._is_vocab(p, ndim) else Replicate() for p in self.placements)
+
+    def gradient(self, name: str, ndim: int) -> tuple[Placement, ...]:
+        """The placements of the gradient of an input of an op."""
+        if name in LOGITS:
+            return self.placements
+        rows = self.rows(ndim)
+        vocab = [self._is_vocab(p, ndim) for p in self.placements]
+        if name.endswith(".hidden"):
+            return tuple(Partial() if v else row for v, row in zip(vocab, rows, strict=True))
+        if "." in name:
+            each = zip(self.weight(ndim), rows, strict=True)
+            return tuple(Partial() if isinstance(row, Shard) else weight for weight, row in each)
+        return rows
+
+    @staticmethod
+    def _is_vocab(placement: Placement, ndim: int) -> bool:
+        return isinstance(placement, Shard) and placement.dim % ndim == ndim - 1
+
     @property
     def nowhere(self) -> tuple[Placement, ...]:
         """The placements of a tensor that is replicated on every mesh dim."""
@@ -162,9 +208,7 @@ class Layout(NamedTuple):
     def shards_vocab(self, ndim: int) -> bool:
         """Whether more than one rank has a share of the vocabulary."""
         each = zip(self.mesh, self.placements, strict=True)
-        return any(
-            size > 1 and isinstance(p, Shard) and p.dim % ndim == ndim - 1 for size, p in each
-        )
+        return any(size > 1 and self._is_vocab(p, ndim) for size, p in each)
 
 
 def tp(ranks: int) -> Layout:
@@ -188,6 +232,10 @@ def draw(
         if name in LOGITS:
             logits = torch.randn(*rows, vocab, generator=generator, dtype=torch.float64)
             inputs[name] = (2 * logits).to(dtype)
+        elif "." in name:
+            operand = name.partition(".")[2]
+            shape = {"hidden": (*rows, WIDTH), "weight": (vocab, WIDTH), "bias": (vocab,)}[operand]
+            inputs[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         elif name == "teacher_logprobs":
             logits = torch.randn(*rows, vocab, generator=generator, dtype=torch.float64)
             best = logits.log_softmax(-1).topk(min(op.ids[0], vocab))
@@ -304,7 +352,19 @@ def observe(
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))
     gradients = {name: placed[name].grad for name in needs}
+    for name, grad in gradients.items():
+        if mesh is not None and layout is not None and "." in name:
+            gradients[name] = _reduced(name, grad, layout, inputs)
     return Observed(outputs, gradients, forward.seen, backward.seen)
+
+
+def _reduced(name: str, grad: Tensor | None, layout: Layout, inputs: Inputs) -> Tensor:
+    """Checks the placements of the gradient of an operand, and adds up its partial sums."""
+    assert isinstance(grad, DTensor), f"no gradient of {name}"
+    ndim = next(iter(inputs.values())).dim()
+    assert_placement(grad, layout, layout.gradient(name, ndim), inputs[name].shape)
+    whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+    return grad.redistribute(placements=whole)
 
 
 def place(
@@ -316,6 +376,8 @@ def place(
     if name in LOGITS:
         return distribute(value, mesh, layout.placements)
     ndim = next(iter(inputs.values())).dim()
+    if name.endswith((".weight", ".bias")):
+        return distribute(value, mesh, layout.weight(ndim))
     return distribute(value, mesh, layout.rows(ndim) if value.dim() else layout.nowhere)
 
 
@@ -356,8 +418,11 @@ def compare(
     for name, grad in observed.gradients.items():
         assert grad is not None, f"no gradient of {name}"
         assert grad.dtype == inputs[name].dtype
-        placements = layout and (layout.placements if name in LOGITS else layout.rows(ndim))
-        _assert_placed(grad, expected.gradients[name], layout, placements, True)
+        placements = layout and layout.gradient(name, ndim)
+        if placements is not None:
+            placements = [Replicate() if p.is_partial() else p for p in placements]
+        equal = partial(oracle.assert_gradient, summed="." in name)
+        _assert_placed(grad, expected.gradients[name], layout, placements, equal)
     sharded = layout is not None and layout.shards_vocab(ndim)
     forward = len(op.numbers) if sharded else 0
     if layout is not None and op.reduces_rows:  # sums over the rows of each mesh dim
@@ -371,19 +436,19 @@ def _assert_placed(
     expected: Tensor,
     layout: Layout | None,
     placements: Sequence[Placement] | None,
-    gradient: bool = False,
+    equal: Callable[[Tensor, Tensor], None] = oracle.assert_values,
 ) -> None:
     """Compares a plain tensor with ``expected``, or each rank's part of a DTensor with its part."""
     if layout is None or placements is None:
         assert not isinstance(actual, DTensor)
-        oracle.assert_parts({0: actual.detach()}, {0: expected}, gradient)
+        oracle.assert_parts({0: actual.detach()}, {0: expected}, equal)
         return
     assert_placement(actual, layout, placements, expected.shape)
     there = {
         rank: part(expected, layout.mesh, placements, rank)
         for rank in range(math.prod(layout.mesh))
     }
-    oracle.assert_parts(parts(actual), there, gradient)
+    oracle.assert_parts(parts(actual), there, equal)
 
 
 def assert_placement(
@@ -406,6 +471,22 @@ def _edited(
     if edit is None:
         return outputs
     return tuple(edit(out) if out.dtype.is_floating_point else out for out in outputs)
+
+
+def _joined(
+    names: Sequence[str], inputs: Sequence[Tensor], linear: Callable[..., Any]
+) -> list[Any]:
+    """The arguments of an op, with ``linear`` of the operands in place of logits."""
+    by_name = dict(zip(names, inputs, strict=True))
+    joined: dict[str, Any] = {}
+    for name, value in by_name.items():
+        logits, _, operand = name.partition(".")
+        if operand == "hidden":
+            operands = (by_name.get(f"{logits}.{x}") for x in ("weight", "bias"))
+            joined[logits] = linear(value, *operands)
+        elif not operand:
+            joined[name] = value
+    return [*joined.values()]
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:

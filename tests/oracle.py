@@ -9,7 +9,7 @@ everything else is what autograd makes of the formula. Below them, the compariso
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -256,13 +256,17 @@ def assert_values(actual: Tensor, expected: Tensor, tolerance: float | None = No
     )
 
 
-def assert_gradient(actual: Tensor | None, expected: Tensor) -> None:
+def assert_gradient(actual: Tensor | None, expected: Tensor, summed: bool = False) -> None:
     """Checks that a gradient is within tolerance, and exactly 0 where ``expected`` is 0.
 
-    16-bit gradients may differ by one rounding.
+    16-bit gradients may differ by one rounding. The tolerance of one that is ``summed`` over rows
+    or columns is relative to the largest entry.
     """
     assert actual is not None, "no gradient"
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    if summed and expected.numel() > 0:
+        largest = expected.nan_to_num().abs().max().clamp_min(1)
+        actual, expected = (actual.double() / largest).to(actual.dtype), expected / largest
     if actual.dtype in TOLERANCE:
         assert_values(actual, expected)
     else:
@@ -292,12 +296,14 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def assert_parts(
-    parts: dict[int, Tensor], expected: dict[int, Tensor], gradient: bool = False
+    parts: dict[int, Tensor],
+    expected: dict[int, Tensor],
+    check: Callable[[Tensor, Tensor], None] = assert_values,
 ) -> None:
     """Checks the local tensor of each rank against the expected one."""
     for rank, local in parts.items():
         try:
-            (assert_gradient if gradient else assert_values)(local, expected[rank])
+            check(local, expected[rank])
         except AssertionError as error:
             raise AssertionError(f"rank {rank}: {error}") from None
 

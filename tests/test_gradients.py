@@ -102,7 +102,7 @@ def check_loss(op: Op, loss: str, layout: Layout, rows: tuple[int, ...]) -> None
         assert_placement(placed[name].grad, at, at.placements, expected.shape)
         ranks = range(math.prod(layout.mesh))
         there = {rank: part(expected, at.mesh, at.placements, rank) for rank in ranks}
-        assert_parts(parts(placed[name].grad), there, gradient=True)
+        assert_parts(parts(placed[name].grad), there, assert_gradient)
 
 
 # ------------------------------------------------------------------ strides

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tests.ops import LOGITS, OPS, Inputs, Op, draw, named, place, tp
+from tests.ops import LINEAR, LOGITS, OPS, Inputs, Op, draw, named, place, tp
 from tests.oracle import assert_bytes_equal
 from tests.ranks import distribute, on_mesh, parts
 
@@ -85,7 +85,7 @@ def contiguous(op: Op) -> None:
 def strided(op: Op) -> None:
     def make() -> Inputs:
         return {
-            name: torch.cat([x, x[:, :1]], 1)[:, :-1] if name in LOGITS else x
+            name: torch.cat([x, x[:, :1]], 1)[:, :-1] if name in op.logits else x
             for name, x in draw(op, (4, 3)).items()
         }
 
@@ -120,7 +120,7 @@ VARIATIONS: dict[str, Callable[[Op], None]] = {
 def captured(variation: str) -> dict[str, list[tuple[Any, ...]]]:
     """Returns the arguments of each operator, one set for each combination of dims and options."""
     calls = Calls()
-    for op in OPS:
+    for op in OPS + LINEAR:
         with calls:
             VARIATIONS[variation](op)
     patterns: dict[str, dict[Any, tuple[Any, ...]]] = defaultdict(dict)
@@ -132,6 +132,8 @@ def captured(variation: str) -> dict[str, list[tuple[Any, ...]]]:
 def _pattern(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return arg.dim()
+    if isinstance(arg, list) and all(type(x) is bool for x in arg):
+        return tuple(arg)
     return None if isinstance(arg, (int, list, tuple)) and type(arg) is not bool else arg
 
 

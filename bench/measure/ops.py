@@ -172,5 +172,6 @@ OPS = {
     )
 }
 
-DEFAULT_FORMS = [next(op.name for op in OPS.values() if op.family == name) for name in dv.__all__]
+_FAMILIES = dict.fromkeys(op.family for op in OPS.values() if op.name != "step")
+DEFAULT_FORMS = [next(op.name for op in OPS.values() if op.family == name) for name in _FAMILIES]
 """One form of each public function."""

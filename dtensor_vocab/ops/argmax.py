@@ -11,6 +11,7 @@ from dtensor_vocab.checks import check_logits
 from dtensor_vocab.faults import assert_no_faults, coverage, passed_checks
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import math_dtype, to_math
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import (
@@ -21,11 +22,19 @@ from dtensor_vocab.row_blocks import (
     in_chunks,
     stats_per_row,
 )
+from dtensor_vocab.shard_stats import stats_operator
 
 __all__ = ["argmax"]
 
 
-@operator("logits, start -> stats")
+def _combine(stats: Tensor, temperature: None) -> Tensor:
+    """Merges the statistics ``[rows, blocks, 3]`` of blocks of a shard."""
+    # argmax returns the first of equal values, and blocks are in the order of their ids.
+    largest = stats[..., 0].argmax(-1, keepdim=True).unsqueeze(-1)
+    return stats.gather(1, largest.expand(-1, -1, stats.shape[-1])).squeeze(1)
+
+
+@stats_operator("logits, start -> stats", _combine, covered=2)
 def argmax_stats(logits: Tensor, vocab_start: Tensor | None, sizes: Sequence[int]) -> Tensor:
     """A shard's largest logit, its id, and coverage: ``[1, *, 3]``."""
     stats = _new_stats(logits, vocab_start)
@@ -92,7 +101,7 @@ def _merged(stats):
     return ids.to(torch.int64), passed_checks(covered)
 
 
-def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
+def argmax(logits: Logits, *, vocab_size: int | None = None) -> Tensor:
     """The id of the largest logit of each row; the lowest where several tie.
 
     Same as ``logits.argmax(-1)`` on the full vocabulary, with ties resolved to the lowest id. The
@@ -120,5 +129,5 @@ def argmax(logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
     """
-    vocabulary = check_logits("argmax", logits, vocab_size)
+    logits, vocabulary = check_logits("argmax", logits, vocab_size)
     return gather_and_merge(argmax_merge, argmax_stats(logits, *vocabulary))

@@ -27,6 +27,7 @@ from dtensor_vocab.faults import NUM_CHECKS, assert_no_faults
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import all_reduce_and_finish, gather_and_merge
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import masked_product, scaled
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import ByRow
@@ -171,7 +172,7 @@ class _CrossEntropy(PerToken):
         inplace_backward,
     ):
         args = logits, target, temperature, vocab_start, sizes, ignore_index
-        stats = softmax_stats(*args, summed=label_smoothing > 0)
+        stats = softmax_stats(*args, label_smoothing > 0)
         options = sizes[-1], ignore_index, label_smoothing, z_loss, reduction == "none"
         loss, counts, saved = gather_and_merge(
             cross_entropy_merge, stats, target, temperature, *options
@@ -194,7 +195,7 @@ class _CrossEntropy(PerToken):
 
 
 def cross_entropy(
-    logits: Tensor,
+    logits: Logits,
     target: Tensor,
     *,
     ignore_index: int | None = -100,
@@ -249,7 +250,7 @@ def cross_entropy(
             of the collectives; the host does not wait for it.
     """
     name = "cross_entropy"
-    vocabulary = check_logits(name, logits, vocab_size)
+    logits, vocabulary = check_logits(name, logits, vocab_size)
     target = check_ids(name, target, logits, "target", ((),))
     ignore_index = check_ignore_index(name, ignore_index)
     temperatures = check_temperature(name, temperature, logits)
@@ -259,7 +260,7 @@ def cross_entropy(
     label_smoothing = check_weight(name, label_smoothing, "label_smoothing", 1)
     z_loss = check_weight(name, z_loss, "z_loss")
     target, temperatures = placed_by_row(logits, target, temperatures)
-    loss, *_ = _CrossEntropy.apply(
+    loss, *_ = _CrossEntropy.call(
         logits,
         target,
         temperatures,

@@ -20,6 +20,7 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import masked_product
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import ByRow, stats_per_row
@@ -71,7 +72,7 @@ class _Entropy(PerToken):
 
 
 def entropy(
-    logits: Tensor,
+    logits: Logits,
     *,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
@@ -124,8 +125,8 @@ def entropy(
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
     """
-    vocabulary = check_logits("entropy", logits, vocab_size)
+    logits, vocabulary = check_logits("entropy", logits, vocab_size)
     temperatures = check_temperature("entropy", temperature, logits)
     check_inplace_backward("entropy", inplace_backward, logits)
     (temperatures,) = placed_by_row(logits, temperatures)
-    return _Entropy.apply(logits, temperatures, *vocabulary, inplace_backward)[0]
+    return _Entropy.call(logits, temperatures, *vocabulary, inplace_backward)[0]

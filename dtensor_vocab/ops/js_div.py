@@ -25,16 +25,17 @@ from dtensor_vocab.checks import (
     check_temperature,
     check_weight,
     placed_by_row,
-    saveable,
 )
 from dtensor_vocab.faults import assert_no_faults, passed_checks
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import least_exponent, sum_in_fp64
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.kl_div import KLDiv
 from dtensor_vocab.pair import PairGradient, kl_div_stats, log_probs, merge_pair_sums
 from dtensor_vocab.row_blocks import ByRow, stats_per_row
+from dtensor_vocab.shard_stats import stats_operator
 
 __all__ = ["js_div"]
 
@@ -62,7 +63,12 @@ def _norms(stats, temperature):
     return norms, passed_checks(covered)
 
 
-@operator("logits, logits, rows, rows, start -> stats")
+def _combine(stats: Tensor, temperature: Tensor | None, beta: float) -> Tensor:
+    """Merges the terms ``[rows, blocks, 2]`` of blocks of a shard."""
+    return stats.sum(1)
+
+
+@stats_operator("logits, logits, rows, rows, start -> stats", _combine, covered=None)
 def js_div_stats(
     student: Tensor,
     teacher: Tensor,
@@ -158,7 +164,7 @@ def _gradient(
 
 
 class _JSDiv(PerToken):
-    function, gradient = "js_div", _gradient
+    function, gradient, num_logits = "js_div", _gradient, 2
 
     @staticmethod
     def forward(student, teacher, temperature, vocab_start, sizes, beta):
@@ -169,8 +175,8 @@ class _JSDiv(PerToken):
 
 
 def js_div(
-    student: Tensor,
-    teacher: Tensor,
+    student: Logits,
+    teacher: Logits,
     *,
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
@@ -223,13 +229,13 @@ def js_div(
             collective; the host does not wait for it.
     """
     beta = check_weight("js_div", beta, "beta", 1)
-    vocabulary = check_logits("js_div", student, vocab_size, "student")
-    student, teacher = saveable(student), check_teacher("js_div", teacher, student)
+    student, vocabulary = check_logits("js_div", student, vocab_size, "student")
+    teacher = check_teacher("js_div", teacher, student)
     temperatures = check_temperature("js_div", temperature, student)
     (temperatures,) = placed_by_row(student, temperatures)
     if beta in (0, 1):  # The formula is 0 there; by convention the result is a KL divergence.
         a, b = (student, teacher) if beta == 1 else (teacher, student)
-        return KLDiv.apply(a, b, temperatures, *vocabulary, "js_div")[0]
+        return KLDiv.call(a, b, temperatures, *vocabulary, "js_div")[0]
     if beta > 0.5:  # Swap the two: the divergence is the same, and _ratios needs β <= 1/2.
         student, teacher, beta = teacher, student, 1 - beta
-    return _JSDiv.apply(student, teacher, temperatures, *vocabulary, beta)[0]
+    return _JSDiv.call(student, teacher, temperatures, *vocabulary, beta)[0]

@@ -25,11 +25,11 @@ from dtensor_vocab.checks import (
     check_teacher,
     check_temperature,
     placed_by_row,
-    saveable,
 )
 from dtensor_vocab.faults import assert_no_faults, passed_checks
 from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import gather_and_merge
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import scaled
 from dtensor_vocab.operators import operator
 from dtensor_vocab.pair import PairGradient, cross_scale, kl_div_stats, merge_pair_sums
@@ -78,7 +78,7 @@ def _gradient(
 
 
 class KLDiv(PerToken):
-    function, gradient = "kl_div", _gradient
+    function, gradient, num_logits = "kl_div", _gradient, 2
 
     @staticmethod
     def forward(a, b, temperature, vocab_start, sizes, function):
@@ -92,8 +92,8 @@ class KLDiv(PerToken):
 
 
 def kl_div(
-    student: Tensor,
-    teacher: Tensor,
+    student: Logits,
+    teacher: Logits,
     *,
     reverse: bool = False,
     temperature: float | Tensor = 1.0,
@@ -153,9 +153,9 @@ def kl_div(
             collective; the host does not wait for it.
     """
     check_bool("kl_div", reverse, "reverse")
-    vocabulary = check_logits("kl_div", student, vocab_size, "student")
-    student, teacher = saveable(student), check_teacher("kl_div", teacher, student)
+    student, vocabulary = check_logits("kl_div", student, vocab_size, "student")
+    teacher = check_teacher("kl_div", teacher, student)
     temperatures = check_temperature("kl_div", temperature, student)
     (temperatures,) = placed_by_row(student, temperatures)
     a, b = (student, teacher) if reverse else (teacher, student)
-    return KLDiv.apply(a, b, temperatures, *vocabulary, "kl_div")[0]
+    return KLDiv.call(a, b, temperatures, *vocabulary, "kl_div")[0]

@@ -22,6 +22,7 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.layout import gather_and_merge
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.operators import operator
 from dtensor_vocab.softmax import merge_at_ids, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
@@ -67,7 +68,7 @@ class _Logprobs(PerToken):
 
 
 def logprobs(
-    logits: Tensor,
+    logits: Logits,
     index: Tensor,
     *,
     ignore_index: int | None = -100,
@@ -128,12 +129,12 @@ def logprobs(
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
     """
-    vocabulary = check_logits("logprobs", logits, vocab_size)
+    logits, vocabulary = check_logits("logprobs", logits, vocab_size)
     index = check_ids("logprobs", index, logits)
     ignore_index = check_ignore_index("logprobs", ignore_index)
     temperatures = check_temperature("logprobs", temperature, logits)
     check_inplace_backward("logprobs", inplace_backward, logits)
     index, temperatures = placed_by_row(logits, index, temperatures)
-    return _Logprobs.apply(
+    return _Logprobs.call(
         logits, index, temperatures, *vocabulary, ignore_index, inplace_backward
     )[0]

@@ -19,6 +19,7 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.ids import not_ignored
 from dtensor_vocab.layout import gather_and_merge
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.entropy import entropy_coefficients
 from dtensor_vocab.softmax import merge_at_ids, softmax_stats
@@ -75,7 +76,7 @@ class _LogprobsAndEntropy(PerToken):
 
 
 def logprobs_and_entropy(
-    logits: Tensor,
+    logits: Logits,
     index: Tensor,
     *,
     ignore_index: int | None = -100,
@@ -104,13 +105,13 @@ def logprobs_and_entropy(
     Rows and errors: as for :func:`logprobs` and :func:`entropy`.
     """
     name = "logprobs_and_entropy"
-    vocabulary = check_logits(name, logits, vocab_size)
+    logits, vocabulary = check_logits(name, logits, vocab_size)
     index = check_ids(name, index, logits)
     ignore_index = check_ignore_index(name, ignore_index)
     temperatures = check_temperature(name, temperature, logits)
     check_inplace_backward(name, inplace_backward, logits)
     index, temperatures = placed_by_row(logits, index, temperatures)
-    both, _ = _LogprobsAndEntropy.apply(
+    both, _ = _LogprobsAndEntropy.call(
         logits, index, temperatures, *vocabulary, ignore_index, inplace_backward
     )
     log_p = both[..., :-1] if index.dim() == logits.dim() else both[..., 0]

@@ -29,12 +29,12 @@ from dtensor_vocab.checks import (
     check_logprobs,
     check_temperature,
     placed_by_row,
-    saveable,
 )
 from dtensor_vocab.faults import assert_no_faults, coverage
 from dtensor_vocab.ids import local_ids, not_ignored, sum_equal
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import (
     math_dtype,
     merge_norms,
@@ -45,13 +45,21 @@ from dtensor_vocab.numerics import (
 )
 from dtensor_vocab.operators import operator
 from dtensor_vocab.row_blocks import ByRow, flat, in_blocks, stats_per_row
-from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.shard_stats import stats_operator
+from dtensor_vocab.softmax import combine_softmax, merge_softmax, softmax_stats
 from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 
 __all__ = ["topk_kl_div"]
 
 
-@operator("logits, rows, rows, start -> stats")
+def _combine(stats: Tensor, temperature: Tensor | None, ignore_index: int | None) -> Tensor:
+    """Merges the statistics ``[rows, blocks, 6 + K]`` of blocks of a shard."""
+    m_tail, s_tail, _ = merge_norms(stats[..., 0], stats[..., 1], temperature)
+    whole = combine_softmax(stats[..., 2:], temperature, ignore_index)
+    return torch.cat([torch.stack([m_tail, s_tail], -1), whole], -1)
+
+
+@stats_operator("logits, rows, rows, start -> stats", _combine, covered=4)
 def topk_kl_div_stats(
     student: Tensor,
     ids: Tensor,
@@ -259,21 +267,21 @@ class _TopkKLDiv(PerToken):
     def keep(ctx, inputs, outputs):
         student, teacher_logprobs, *inputs, _, _ = inputs
         ctx.teacher_dtype = teacher_logprobs.dtype
-        slopes = outputs[1] if ctx.needs_input_grad[1] else None
+        slopes = outputs[1] if ctx.needs_input_grad[3] else None
         return slopes, *_gradient.keep(ctx, (student, *inputs, False), outputs)
 
     @staticmethod
     def gradients(ctx, grad, saved, slopes, *kept):
         to_student = to_teacher = None
-        if ctx.needs_input_grad[0]:
+        if any(ctx.needs_input_grad[:3]):
             (to_student,) = _gradient.gradients(ctx, grad, saved, *kept)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[3]:
             to_teacher = zero_safe_product(grad.unsqueeze(-1), slopes).to(ctx.teacher_dtype)
         return to_student, to_teacher
 
 
 def topk_kl_div(
-    student: Tensor,
+    student: Logits,
     teacher_logprobs: Tensor,
     teacher_ids: Tensor,
     *,
@@ -338,11 +346,11 @@ def topk_kl_div(
     name = "topk_kl_div"
     check_bool(name, reverse, "reverse")
     check_bool(name, tail, "tail")
-    vocabulary = check_logits(name, student, vocab_size, "student")
+    student, vocabulary = check_logits(name, student, vocab_size, "student")
     ids = check_ids(name, teacher_ids, student, "teacher_ids", (("K",),))
     teacher_logprobs = check_logprobs(name, teacher_logprobs, ids, student)
     ignore_index = check_ignore_index(name, ignore_index)
     temperatures = check_temperature(name, temperature, student)
     rows = placed_by_row(student, teacher_logprobs, ids, temperatures)
     options = ignore_index, reverse, tail
-    return _TopkKLDiv.apply(saveable(student), *rows, *vocabulary, *options)[0]
+    return _TopkKLDiv.call(student, *rows, *vocabulary, *options)[0]

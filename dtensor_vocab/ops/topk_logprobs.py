@@ -21,11 +21,13 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import first_column, gather_and_merge
+from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import log_prob, math_dtype, without_padding
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.logprobs import logprobs_gradient
 from dtensor_vocab.row_blocks import ByRow, flat, in_blocks, stats_per_row
-from dtensor_vocab.softmax import merge_softmax, softmax_stats
+from dtensor_vocab.shard_stats import stats_operator
+from dtensor_vocab.softmax import combine_softmax, merge_softmax, softmax_stats
 
 __all__ = ["topk_logprobs"]
 
@@ -37,7 +39,14 @@ CHUNK = 16
 LOW_BITS = 0x7FFFFFFF
 
 
-@operator("logits, rows, start -> stats")
+def _combine(stats: Tensor, temperature: Tensor | None, k: int) -> Tensor:
+    """Merges the statistics ``[rows, blocks, 4 + 2 K]`` of blocks of a shard."""
+    softmax = combine_softmax(stats[..., :4], temperature, None)
+    values, ids = stats[..., 4 : 4 + k].flatten(1), stats[..., 4 + k :].flatten(1)
+    return torch.cat([softmax, *(x[..., :k] for x in _ordered(values, ids))], -1)
+
+
+@stats_operator("logits, rows, start -> stats", _combine, covered=2)
 def topk_logprobs_stats(
     logits: Tensor,
     temperature: Tensor | None,
@@ -179,7 +188,7 @@ class _TopkLogprobs(PerToken):
 
 
 def topk_logprobs(
-    logits: Tensor,
+    logits: Logits,
     k: int,
     *,
     temperature: float | Tensor = 1.0,
@@ -221,9 +230,9 @@ def topk_logprobs(
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
     """
-    vocabulary = check_logits("topk_logprobs", logits, vocab_size)
+    logits, vocabulary = check_logits("topk_logprobs", logits, vocab_size)
     k = check_k("topk_logprobs", k, vocabulary)
     temperatures = check_temperature("topk_logprobs", temperature, logits)
     (temperatures,) = placed_by_row(logits, temperatures)
-    log_p, ids, *_ = _TopkLogprobs.apply(logits, temperatures, *vocabulary, k)
+    log_p, ids, *_ = _TopkLogprobs.call(logits, temperatures, *vocabulary, k)
     return log_p, ids

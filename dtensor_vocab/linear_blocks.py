@@ -1,0 +1,259 @@
+"""Blocks of logits that are given as operands: their products, and the gradients of the operands.
+
+A block of columns is one more shard: its statistics are merged with those of the other blocks. In
+backward the gradient of a block yields a complete block of the weight's gradient, and one term of
+the gradient of ``hidden``, which is summed in fp32. If there are more rows than columns, a block
+holds some rows instead, and the two gradients change places: the sum is always the smaller one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Block",
+    "Blocks",
+    "LocalLogits",
+    "LogitsGradient",
+    "empty_gradients",
+    "without_autocast",
+]
+
+BLOCK_BYTES = 1 << 24
+"""The size of a block on CPUs, most of which their cache keeps."""
+BLOCK_BYTES_ON_GPUS = 1 << 25
+"""The size of all blocks that an operator holds on a GPU."""
+ALIGNMENT = 16
+"""Sizes of blocks are multiples of it, if there are several."""
+
+
+def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` on local tensors, whose products autocast would cast and autograd would record."""
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            return fn(*args)
+
+    return run
+
+
+class LocalLogits:
+    """A rank's logits ``[*, V_local]``, as a tensor or as operands of a linear layer, by block."""
+
+    def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        self.x, self.weight, self.bias = x, weight, bias
+        self.lead = x.shape[:-1]
+        self.rows = math.prod(self.lead)
+        self.columns = x.shape[-1] if weight is None else weight.shape[0]
+        self._buffer = x.new_empty(0)
+        if weight is not None:
+            self.hidden = x.reshape(self.rows, x.shape[-1])
+
+    @property
+    def is_linear(self) -> bool:
+        return self.weight is not None
+
+    def block(self, at: Block) -> Tensor:
+        """Logits ``[rows, columns]``. The next block of operands takes the same memory."""
+        if self.weight is None:
+            columns = self.x[..., at.columns]
+            return columns.reshape(self.rows, columns.shape[-1])[at.rows]
+        hidden, weight = self.hidden[at.rows], self.weight[at.columns]
+        shape = len(hidden), len(weight)
+        if self._buffer.numel() < math.prod(shape):
+            self._buffer = hidden.new_empty(math.prod(shape))
+        out = self._buffer[: math.prod(shape)].view(shape)
+        if self.bias is None:
+            return torch.mm(hidden, weight.t(), out=out)
+        return torch.addmm(self.bias[at.columns], hidden, weight.t(), out=out)
+
+
+class Block(NamedTuple):
+    """Rows and columns of a rank's logits."""
+
+    rows: slice
+    columns: slice
+    start: Tensor | None
+    """``[1]``, the first column within the whole vocabulary; None is 0."""
+
+
+class Blocks:
+    """The blocks of logits that operators process together, ``buffers`` tensors of their size."""
+
+    def __init__(
+        self, logits: Sequence[LocalLogits], vocab_start: Tensor | None, buffers: int
+    ) -> None:
+        first = logits[0]
+        self.rows, self.columns, self._start = first.rows, first.columns, vocab_start
+        given = [side.x for side in logits if not side.is_linear]
+        self.by_columns = self.rows <= self.columns or not all(map(_has_flat_view, given))
+        itemsize = max(side.x.dtype.itemsize for side in logits)
+        self._device = first.x.device
+        on_cpu = self._device.type == "cpu"
+        size = BLOCK_BYTES if on_cpu else BLOCK_BYTES_ON_GPUS // buffers
+        self._bounds = _even_bounds(*self._lengths(), size // itemsize)
+
+    def _lengths(self) -> tuple[int, int]:
+        """How much there is to divide, and the length of the other side of each block."""
+        return (self.columns, self.rows) if self.by_columns else (self.rows, self.columns)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.rows == 0 or self.columns == 0
+
+    @property
+    def several(self) -> bool:
+        return len(self._bounds) > 2
+
+    def __iter__(self) -> Iterator[Block]:
+        if self.is_empty:
+            return
+        parts = [slice(*bounds) for bounds in zip(self._bounds, self._bounds[1:], strict=False)]
+        everything = slice(None)
+        if not self.by_columns:
+            yield from (Block(part, everything, self._start) for part in parts)
+        elif not self.several:
+            yield Block(everything, everything, self._start)
+        else:
+            starts = torch.arange(0, self.columns, self._bounds[1], device=self._device)
+            starts = starts if self._start is None else starts + self._start
+            for i, part in enumerate(parts):
+                yield Block(everything, part, starts[i : i + 1])
+
+    def of_rows(self, values: Tensor | None, lead: Sequence[int], at: Block) -> Tensor | None:
+        """The rows of ``values [*, ...]`` in a block. One value for all rows (0-d) stays one."""
+        if values is None or (values.dim() == 0 and len(lead) > 0):
+            return values
+        return values.reshape(self.rows, *values.shape[len(lead) :])[at.rows]
+
+
+def _even_bounds(length: int, other: int, size: int) -> list[int]:
+    """Bounds of parts of ``length``, the fewest with at most ``size // other`` each.
+
+    No part has length 1, for which kernels would be compiled again.
+    """
+    most = max(size // max(other, 1) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    parts = -(-length // most)
+    if parts <= 1:
+        return [0, length]
+    step = -(-length // parts // ALIGNMENT) * ALIGNMENT
+    bounds = [*range(0, length - 1, step), length]
+    return bounds
+
+
+def _has_flat_view(x: Tensor) -> bool:
+    """Whether ``x [*, V]`` can be viewed as ``[rows, V]``."""
+    try:
+        x.view(math.prod(x.shape[:-1]), x.shape[-1])
+    except RuntimeError:
+        return False
+    return True
+
+
+# ---- gradients of operands
+
+
+def empty_gradients(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Contiguous buffers for the gradients of a :class:`LocalLogits` by its three arguments.
+
+    A gradient that is not needed has no elements, since operators can't return None.
+    """
+
+    def buffer(x: Tensor | None, wanted: bool) -> Tensor:
+        if x is None or not wanted:
+            return like.new_empty((0,) * (like if x is None else x).dim())
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    like = x
+    return tuple(map(buffer, (x, weight, bias), needs))
+
+
+class LogitsGradient:
+    """Collects the gradients of a :class:`LocalLogits` from the gradients of its blocks."""
+
+    def __init__(self, logits: LocalLogits, blocks: Blocks, needs: Sequence[bool]) -> None:
+        self._logits = logits
+        self.needed = any(needs)
+        self.results = empty_gradients(logits.x, logits.weight, logits.bias, needs)
+        x, weight, bias = self.results
+        if not logits.is_linear:
+            self._gradient = x.view(logits.rows, logits.columns) if self.needed else x
+            return
+        written = not blocks.is_empty
+        sum_of_x = blocks.several and blocks.by_columns
+        sum_of_weight = blocks.several and not blocks.by_columns
+        of_x, of_weight, of_bias = needs
+        self._x = _Products(x.view(logits.hidden.shape), sum_of_x, written) if of_x else None
+        self._weight = _Products(weight, sum_of_weight, written) if of_weight else None
+        self._bias = _Products(bias.unsqueeze(0), sum_of_weight, written) if of_bias else None
+
+    def add(self, at: Block, gradient: Tensor) -> None:
+        """Adds what follows from the gradient ``[rows, columns]`` of a block."""
+        logits = self._logits
+        if logits.weight is None:
+            self._gradient[at.rows, at.columns] = gradient
+            return
+        everything = slice(None)
+        if self._x is not None:
+            self._x.add((at.rows, everything), gradient, logits.weight[at.columns])
+        if self._weight is not None:
+            self._weight.add((at.columns, everything), gradient.t(), logits.hidden[at.rows])
+        if self._bias is not None:
+            ones = gradient.new_ones(1, len(gradient))
+            self._bias.add((everything, at.columns), ones, gradient)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """The gradients by the three arguments of :class:`LocalLogits`."""
+        if self._logits.is_linear:
+            for products in (self._x, self._weight, self._bias):
+                if products is not None:
+                    products.finish()
+        return self.results
+
+
+class _Products:
+    """A matrix that is made of products: one for each of its parts, or all added up.
+
+    The sum is in fp32 and rounded once.
+    """
+
+    def __init__(self, result: Tensor, added: bool, written: bool) -> None:
+        self._result, self._added = result, added
+        if not written:
+            result.zero_()
+        if not added:
+            return
+        half = result.dtype.itemsize == 2
+        self._sum = result.new_zeros(result.shape, dtype=torch.float32 if half else None)
+        # torch has no product of 16-bit matrices with an fp32 result on CPUs (2.11 to 2.14). There
+        # each product is rounded before it is added.
+        self._term = result[:SUMMED_ROWS].clone() if half and result.device.type == "cpu" else None
+
+    def add(self, at: tuple[slice, slice], a: Tensor, b: Tensor) -> None:
+        if not self._added:
+            torch.mm(a, b, out=self._result[at])
+        elif self._term is not None:
+            for total, some in zip(self._sum.split(SUMMED_ROWS), a.split(SUMMED_ROWS), strict=True):
+                total.add_(torch.mm(some, b, out=self._term[: len(some)]))
+        elif a.dtype == self._sum.dtype:
+            self._sum.addmm_(a, b)
+        else:
+            torch.addmm(self._sum, a, b, out_dtype=self._sum.dtype, out=self._sum)
+
+    def finish(self) -> None:
+        if self._added:
+            self._result.copy_(self._sum)
+
+
+SUMMED_ROWS = 1024
+"""How many rows of a rounded product there are at once."""
