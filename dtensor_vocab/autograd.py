@@ -87,9 +87,7 @@ class Gradient(Protocol):
     gradients: Callable[..., tuple[Tensor | None, ...]]
 
 
-def _setup_context(
-    function: str, num_logits: int, keep: Callable[..., Any]
-) -> Callable[..., None]:
+def _setup_context(function: str, num_logits: int, keep: Callable[..., Any]) -> Callable[..., None]:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         ctx.function = function
         kept = keep(ctx, _joined(inputs, num_logits), outputs)
@@ -120,9 +118,7 @@ def _local_versions(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
     return [x.as_strided((0,), (1,)) for x in locals_ if not x.is_inference()]
 
 
-def _differentiable_once(
-    num_logits: int, gradients_of: Callable[..., Any]
-) -> Callable[..., Any]:
+def _differentiable_once(num_logits: int, gradients_of: Callable[..., Any]) -> Callable[..., Any]:
     """A backward whose gradients raise when they are differentiated again.
 
     Otherwise a gradient penalty, for example, would silently get no gradient.

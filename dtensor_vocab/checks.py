@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_vocab.layout import Vocabulary, local_tensor, place_vocabulary, shards_vocab
-from dtensor_vocab.linear_logits import LinearLogits, Logits, cast_by_autocast, is_dtensor
+from dtensor_vocab.linear_logits import (
+    LinearLogits,
+    Logits,
+    OnMesh,
+    cast_by_autocast,
+    is_dtensor,
+)
 from dtensor_vocab.numerics import math_dtype
 
 __all__ = [
@@ -80,8 +86,7 @@ def _check_one(function: str, logits: Logits, name: str) -> tuple[Logits, int | 
             f"because fp32 cannot hold larger ids, got {logits.shape[-1]}"
         )
     if isinstance(logits, LinearLogits):
-        found = _vocab_mesh_dim_of_weight(function, logits, name) if is_dtensor(logits) else None
-        return logits, found
+        return logits, _vocab_mesh_dim_of_weight(function, logits, name)
     return saveable(logits), _vocab_mesh_dim(function, logits, name)
 
 
@@ -145,7 +150,8 @@ def _check_operands(function: str, logits: LinearLogits, name: str) -> LinearLog
     _check_alike(function, f"{name}.hidden", hidden, f"{name}.weight", weight)
     if bias is not None:
         _check_alike(function, f"{name}.weight", weight, f"{name}.bias", bias)
-    return LinearLogits(*(x if x is None else saveable(x) for x in logits))
+    bias = bias if bias is None else saveable(bias)
+    return LinearLogits(saveable(hidden), saveable(weight), bias)
 
 
 def _check_alike(function: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
@@ -161,7 +167,9 @@ def _check_alike(function: str, name: str, x: Tensor, other_name: str, other: Te
     for fact, mine, its in facts:
         if mine != its:
             cure = "" if fact == "device" else _CURE_OF_KIND
-            raise ValueError(f"{function}: expected {names} of the same {fact}, got {mine} and {its}{cure}")
+            raise ValueError(
+                f"{function}: expected {names} of the same {fact}, got {mine} and {its}{cure}"
+            )
 
 
 _CURE_OF_KIND = (
@@ -173,6 +181,8 @@ _CURE_OF_KIND = (
 def _vocab_mesh_dim_of_weight(function: str, logits: LinearLogits, name: str) -> int | None:
     """The mesh dim that shards the vocabulary, or None. Raises if placements are unsupported."""
     hidden, weight, bias = logits
+    if not isinstance(hidden, DTensor):
+        return None
     found = None
     for mesh_dim, (of_hidden, of_weight) in enumerate(
         zip(hidden.placements, weight.placements, strict=True)  # type: ignore[attr-defined]
@@ -187,9 +197,9 @@ def _vocab_mesh_dim_of_weight(function: str, logits: LinearLogits, name: str) ->
                 continue
         elif not of_weight.is_replicate():
             cure = f"redistribute {name}.weight to Shard(0) or Replicate()"
-        elif isinstance(of_hidden, Shard) and of_hidden.dim % hidden.dim() < hidden.dim() - 1:
-            continue
-        elif of_hidden.is_replicate():
+        elif of_hidden.is_replicate() or (
+            isinstance(of_hidden, Shard) and not shards_vocab(of_hidden, hidden)
+        ):
             continue
         else:
             cure = f"redistribute {name}.hidden to Replicate() or Shard(d) of a leading dim d"
@@ -212,15 +222,15 @@ def check_teacher(function: str, teacher: Logits, student: Logits) -> Logits:
 
     Returns them in a form that autograd can save.
     """
-    teacher, _ = _check_one(function, teacher, "teacher")
+    checked, _ = _check_one(function, teacher, "teacher")
     facts: list[tuple[str, Any, Any]] = [
         ("shape", tuple(student.shape), tuple(teacher.shape)),
         ("device", student.device, teacher.device),
         ("kind", _kind(student), _kind(teacher)),
     ]
     if is_dtensor(student) and is_dtensor(teacher):
-        for fact in ("device_mesh", "placements"):
-            facts.append((fact.removeprefix("device_"), *(getattr(x, fact) for x in (student, teacher))))
+        facts.append(("mesh", student.device_mesh, teacher.device_mesh))
+        facts.append(("placements", tuple(student.placements), tuple(teacher.placements)))
     for fact, mine, other in facts:
         if mine != other:
             cure = ""
@@ -233,7 +243,7 @@ def check_teacher(function: str, teacher: Logits, student: Logits) -> Logits:
                 f"{function}: expected student and teacher of the same {fact}, "
                 f"got {mine} and {other}{cure}"
             )
-    return teacher
+    return checked
 
 
 def _kind(x: Logits) -> str:
@@ -470,7 +480,7 @@ def _placed_by_row(logits: Logits, values: Tensor) -> Tensor:
     return values if values.placements == placements else values.redistribute(placements=placements)
 
 
-def _replicated(values: Tensor, logits: Logits) -> DTensor:
+def _replicated(values: Tensor, logits: OnMesh) -> DTensor:
     mesh = logits.device_mesh
     return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
 

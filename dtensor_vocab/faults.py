@@ -56,9 +56,7 @@ def coverage_of_shard(
     return torch.where(covered.abs() == torch.inf, covered, number)
 
 
-def _columns_if_fitting(
-    x: Tensor, start: Tensor | int, width: int, sizes: Sequence[int]
-) -> Tensor:
+def _columns_if_fitting(x: Tensor, start: Tensor | int, width: int, sizes: Sequence[int]) -> Tensor:
     columns, shard_size, _ = sizes
     expected = columns_before(columns, start, shard_size, x.device)
     return torch.where(expected == width, x.new_full((), columns), torch.nan)

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_vocab._private import DTensorSpec
-from dtensor_vocab.linear_logits import Logits, is_dtensor
+from dtensor_vocab.linear_logits import Logits, OnMesh, is_dtensor
 
 __all__ = [
     "Sizes",
@@ -89,7 +89,7 @@ def place_vocabulary(
         on_cpu = logits.device.type == "cpu"
         start = torch.zeros(1, dtype=torch.int64) if on_cpu else None
         return Vocabulary(start, Sizes(columns, columns, vocab_size))
-    mesh = logits.device_mesh  # type: ignore[union-attr]
+    mesh = logits.device_mesh
     shards = 1 if mesh_dim is None else mesh.size(mesh_dim)
     coordinate = mesh.get_coordinate()  # None on a rank outside of the mesh
     rank = 0 if mesh_dim is None or coordinate is None else coordinate[mesh_dim]
@@ -113,7 +113,7 @@ def num_shards(vocab_start: Tensor | None) -> int:
     return 1 if vocab_start is None else vocab_start.shape[0]
 
 
-def shards_vocab(placement: Placement, logits: Logits) -> bool:
+def shards_vocab(placement: Placement, logits: Logits | OnMesh) -> bool:
     return isinstance(placement, Shard) and placement.dim % logits.dim() == logits.dim() - 1
 
 

@@ -9,6 +9,7 @@ holds some rows instead, and the two gradients change places: the sum is always 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -92,7 +93,8 @@ class Blocks:
         self, logits: Sequence[LocalLogits], vocab_start: Tensor | None, buffers: int
     ) -> None:
         first = logits[0]
-        self.rows, self.columns, self._start = first.rows, first.columns, vocab_start
+        self.lead, self.rows, self.columns = first.lead, first.rows, first.columns
+        self._start = vocab_start
         given = [side.x for side in logits if not side.is_linear]
         self.by_columns = self.rows <= self.columns or not all(map(_has_flat_view, given))
         itemsize = max(side.x.dtype.itemsize for side in logits)
@@ -116,7 +118,7 @@ class Blocks:
     def __iter__(self) -> Iterator[Block]:
         if self.is_empty:
             return
-        parts = [slice(*bounds) for bounds in zip(self._bounds, self._bounds[1:], strict=False)]
+        parts = [slice(*bounds) for bounds in itertools.pairwise(self._bounds)]
         everything = slice(None)
         if not self.by_columns:
             yield from (Block(part, everything, self._start) for part in parts)
@@ -128,11 +130,16 @@ class Blocks:
             for i, part in enumerate(parts):
                 yield Block(everything, part, starts[i : i + 1])
 
-    def of_rows(self, values: Tensor | None, lead: Sequence[int], at: Block) -> Tensor | None:
-        """The rows of ``values [*, ...]`` in a block. One value for all rows (0-d) stays one."""
-        if values is None or (values.dim() == 0 and len(lead) > 0):
-            return values
-        return values.reshape(self.rows, *values.shape[len(lead) :])[at.rows]
+    def of_rows(self, at: Block, *values: Tensor | None) -> list[Any]:
+        """The rows of each ``[*, ...]`` in a block. One value for all rows (0-d) stays one."""
+        ndim = len(self.lead)
+
+        def part(x: Tensor | None) -> Tensor | None:
+            if x is None or (x.dim() == 0 and ndim > 0):
+                return x
+            return x.reshape(self.rows, *x.shape[ndim:])[at.rows]
+
+        return list(map(part, values))
 
 
 def _even_bounds(length: int, other: int, size: int) -> list[int]:
@@ -145,8 +152,7 @@ def _even_bounds(length: int, other: int, size: int) -> list[int]:
     if parts <= 1:
         return [0, length]
     step = -(-length // parts // ALIGNMENT) * ALIGNMENT
-    bounds = [*range(0, length - 1, step), length]
-    return bounds
+    return [*range(0, length - 1, step), length]
 
 
 def _has_flat_view(x: Tensor) -> bool:
@@ -161,21 +167,19 @@ def _has_flat_view(x: Tensor) -> bool:
 # ---- gradients of operands
 
 
-def empty_gradients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """Contiguous buffers for the gradients of a :class:`LocalLogits` by its three arguments.
+def empty_gradients(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Contiguous buffers for the gradients of the three arguments of :class:`LocalLogits`.
 
     A gradient that is not needed has no elements, since operators can't return None.
     """
+    like = next(x for x in operands if x is not None)
 
     def buffer(x: Tensor | None, wanted: bool) -> Tensor:
         if x is None or not wanted:
             return like.new_empty((0,) * (like if x is None else x).dim())
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    like = x
-    return tuple(map(buffer, (x, weight, bias), needs))
+    return tuple(map(buffer, operands, needs))
 
 
 class LogitsGradient:
@@ -184,7 +188,7 @@ class LogitsGradient:
     def __init__(self, logits: LocalLogits, blocks: Blocks, needs: Sequence[bool]) -> None:
         self._logits = logits
         self.needed = any(needs)
-        self.results = empty_gradients(logits.x, logits.weight, logits.bias, needs)
+        self.results = empty_gradients((logits.x, logits.weight, logits.bias), needs)
         x, weight, bias = self.results
         if not logits.is_linear:
             self._gradient = x.view(logits.rows, logits.columns) if self.needed else x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,7 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["LinearLogits", "Logits", "cast_by_autocast", "is_dtensor", "joined", "needed", "separate"]
+__all__ = [
+    "LinearLogits",
+    "Logits",
+    "OnMesh",
+    "cast_by_autocast",
+    "is_dtensor",
+    "joined",
+    "needed",
+    "separate",
+]
 
 
 class LinearLogits(NamedTuple):
@@ -83,7 +92,21 @@ class LinearLogits(NamedTuple):
 Logits: TypeAlias = Tensor | LinearLogits
 
 
-def is_dtensor(logits: Logits) -> bool:
+class OnMesh(Protocol):
+    """A DTensor of logits, or ``LinearLogits`` of DTensors."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def device_mesh(self) -> DeviceMesh: ...
+    @property
+    def placements(self) -> tuple[Placement, ...]: ...
+    @property
+    def shape(self) -> torch.Size: ...
+    def dim(self) -> int: ...
+
+
+def is_dtensor(logits: Logits) -> TypeGuard[OnMesh]:
     return isinstance(logits.hidden if isinstance(logits, LinearLogits) else logits, DTensor)
 
 
@@ -104,7 +127,9 @@ def needed(gradients: Sequence[Tensor], needs: Sequence[bool]) -> list[Any]:
 
 def cast_by_autocast(logits: LinearLogits) -> LinearLogits:
     """The operands in the dtypes that ``F.linear`` would cast them to."""
-    return LinearLogits(*(x if x is None else x.to(_autocast_dtype(x)) for x in logits))
+    hidden, weight, bias = logits
+    bias = bias if bias is None else bias.to(_autocast_dtype(bias))
+    return LinearLogits(hidden.to(logits.dtype), weight.to(_autocast_dtype(weight)), bias)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:

@@ -56,8 +56,8 @@ def operator(
 
 
 def linear_signature(signature: str) -> str:
-    """The signature of an operator's twin, which takes three tensors in place of each of its logits:
-    logits and no others, or the operands of ``LinearLogits``.
+    """The signature of an operator's twin. In place of each of its logits it takes three tensors:
+    the operands of ``LinearLogits``, or logits and twice None.
     """
     inputs, outputs = signature.split("->")
     inputs = inputs.replace("logits", "linear, weight, weight")

@@ -21,6 +21,14 @@ from dtensor_vocab.autograd import empty_grad
 from dtensor_vocab.faults import coverage
 from dtensor_vocab.kernel import kernel
 from dtensor_vocab.layout import first_column, num_shards
+from dtensor_vocab.linear_blocks import (
+    Blocks,
+    LocalLogits,
+    LogitsGradient,
+    empty_gradients,
+    without_autocast,
+)
+from dtensor_vocab.linear_logits import LinearLogits, Logits, needed, separate
 from dtensor_vocab.numerics import (
     log_prob,
     masked_product,
@@ -30,14 +38,6 @@ from dtensor_vocab.numerics import (
     scaled,
     to_math,
 )
-from dtensor_vocab.linear_blocks import (
-    Blocks,
-    LocalLogits,
-    LogitsGradient,
-    empty_gradients,
-    without_autocast,
-)
-from dtensor_vocab.linear_logits import LinearLogits, Logits, needed, separate
 from dtensor_vocab.operators import (
     linear_arguments,
     linear_signature,
@@ -215,8 +215,8 @@ class PairGradient:
         )
         self.backward_linear.register_fake(
             lambda grad, saved, *args: (
-                *empty_gradients(*args[:3], args[-1][:3]),
-                *empty_gradients(*args[3:6], args[-1][3:]),
+                *empty_gradients(args[:3], args[-1][:3]),
+                *empty_gradients(args[3:6], args[-1][3:]),
             )
         )
         self.backward.register_fake(
@@ -269,12 +269,13 @@ class PairGradient:
         sides = [LocalLogits(*args[:3]), LocalLogits(*args[3:6])]
         temperature, vocab_start, *options, needs = args[6:]
         blocks = Blocks(sides, vocab_start, 4)
-        gradients = [LogitsGradient(side, blocks, needs[3 * i :][:3]) for i, side in enumerate(sides)]
+        gradients = [
+            LogitsGradient(side, blocks, needs[3 * i :][:3]) for i, side in enumerate(sides)
+        ]
         to_a, to_b = (gradient.needed for gradient in gradients)
         for at in blocks:
             logits = [side.block(at) for side in sides]
-            rows = (blocks.of_rows(x, sides[0].lead, at) for x in (grad, saved, temperature))
-            grad_at, saved_at, temperature_at = rows
+            grad_at, saved_at, temperature_at = blocks.of_rows(at, grad, saved, temperature)
             by_row = _by_row(grad_at, saved_at, *logits, temperature_at, at.start, *options)
             both = self._both(*by_row) if to_a and to_b else [self._one(*by_row, to_a)]
             for gradient in gradients:

@@ -102,7 +102,7 @@ class StatsOperator:
         results: list[Tensor] = []
         for at in blocks:
             logits = [side.block(at) for side in sides]
-            values = [blocks.of_rows(value, lead, at) for value in rows]
+            values = blocks.of_rows(at, *rows)
             width = logits[0].shape[-1]
             of_block = sizes if width == columns else (sizes[0], width, sizes[2])
             results.append(self._fn(*logits, *values, at.start, of_block, *options)[0])
@@ -117,7 +117,9 @@ class StatsOperator:
         if self._temperature is None:
             return None
         temperature = values[self._temperature - self._logits]
-        return temperature if temperature is None or temperature.dim() == 0 else temperature[:, None]
+        if temperature is None or temperature.dim() == 0:
+            return temperature
+        return temperature.unsqueeze(-1)
 
 
 def _combine_kernel(combine: Callable[..., Tensor], covered: int | None) -> Callable[..., Tensor]:

@@ -22,7 +22,6 @@ from dtensor_vocab.autograd import empty_grad, is_functional, overwritten
 from dtensor_vocab.ids import local_ids, sum_equal
 from dtensor_vocab.kernel import kernel
 from dtensor_vocab.layout import first_column
-from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
 from dtensor_vocab.linear_blocks import (
     Blocks,
     LocalLogits,
@@ -31,6 +30,7 @@ from dtensor_vocab.linear_blocks import (
     without_autocast,
 )
 from dtensor_vocab.linear_logits import LinearLogits, Logits, needed
+from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
 from dtensor_vocab.operators import (
     linear_arguments,
     linear_signature,
@@ -93,7 +93,7 @@ class SoftmaxGradient:
             with_signature(self._linear, f"{name}_linear", linear_args, returns)
         )
         self.backward_linear.register_fake(
-            lambda grad, saved, x, weight, bias, *args: empty_gradients(x, weight, bias, args[-1])
+            lambda grad, saved, *args: empty_gradients(args[:3], args[-1])
         )
         self.backward_ = None
         if self._inplace:
@@ -158,16 +158,14 @@ class SoftmaxGradient:
     @without_autocast
     def _linear(self, grad: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
         """The gradients of the operands of ``LinearLogits``. Blocks of logits are made again."""
-        logits, (*args, needs) = LocalLogits(*args[:3]), args[3:]
-        ids = args[: len(self._ids)]
-        temperature, vocab_start, *options = args[len(self._ids) :]
+        logits, ids = LocalLogits(*args[:3]), args[3:][: len(self._ids)]
+        temperature, vocab_start, *options, needs = args[3 + len(self._ids) :]
         blocks = Blocks([logits], vocab_start, 1)
         gradient = LogitsGradient(logits, blocks, needs)
         for at in blocks:
-            rows = (blocks.of_rows(x, logits.lead, at) for x in (grad, saved, *ids, temperature))
-            grad_at, saved_at, *rows_at = rows
+            grad_at, saved_at, *rows = blocks.of_rows(at, grad, saved, *ids, temperature)
             block = logits.block(at)
-            self._overwrite(grad_at, saved_at, block, *rows_at, at.start, *options)
+            self._overwrite(grad_at, saved_at, block, *rows, at.start, *options)
             gradient.add(at, block)
         return gradient.finish()
 

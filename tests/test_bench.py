@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-import dtensor_vocab as dv
 from bench import naive
 from bench.measure import cli, first_call, peak
 from bench.measure.cases import Case, Run, gradient_bytes

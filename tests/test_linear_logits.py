@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+import itertools
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_vocab as dv
-from bench.measure.peak import peak_above_inputs
+from bench.measure.peak import peak_above_inputs, return_freed_blocks
 from dtensor_vocab import linear_blocks
 from tests.graphs import Graphs
 from tests.ops import (
@@ -26,20 +27,16 @@ from tests.ops import (
     LINEAR_PATHS,
     LOGITS,
     OP,
-    OPS,
     PATHS,
     Inputs,
     Layout,
     Op,
     check,
     draw,
-    expect,
-    named,
-    observe,
     place,
     tp,
 )
-from tests.oracle import assert_gradient, assert_values
+from tests.oracle import assert_values
 from tests.rank_zero import lone_rank, place_part
 from tests.ranks import World, distribute, on_mesh
 from tests.step import compiled
@@ -128,6 +125,28 @@ def test_no_rows_of_blocks(op: Op, small_blocks: None) -> None:
     check(op, inputs)
 
 
+def test_no_block_has_one_column() -> None:
+    """Kernels would be compiled again for it."""
+    for length in range(1, 200):
+        bounds = linear_blocks._even_bounds(length, 4, 200)
+        assert bounds[0] == 0 and bounds[-1] == length
+        widths = [end - start for start, end in itertools.pairwise(bounds)]
+        assert length == 1 or min(widths) > 1
+        assert max(widths) <= 49
+
+
+@eager
+@pytest.mark.parametrize("rows", [0, 40])
+def test_gradients_without_rows_are_zero(rows: int) -> None:
+    op = OP["logprobs"].linear()
+    inputs = draw(op, (rows,))
+    if rows:
+        inputs["index"][:] = -100
+    for name in op.differentiable:
+        assert check(op, inputs, needs=(name,)).gradients[name].eq(0).all()
+        inputs[name].requires_grad_(False)
+
+
 NEEDS = [OP["logprobs"], OP["kl_div"], OP["js_div(beta=0.3)"], OP["topk_kl_div(tail=True,K=3)"]]
 
 
@@ -173,8 +192,8 @@ OPERANDS = ("hidden", "weight", "bias")
 def test_gradients_are_as_accurate_as_those_of_f_linear(
     dtype: torch.dtype, shape: tuple[int, int], small_blocks: None
 ) -> None:
-    """The error, against fp64, is at most that of autograd in the same dtype and a fifth more,
-    which is what rounding the terms of a sum on CPUs adds.
+    """On CPUs the terms of a sum are rounded before they are added. The error, against fp64, is
+    then at most a third more than that of autograd in the same dtype.
     """
     rows, vocab = shape
     generator = torch.Generator().manual_seed(0)
@@ -190,7 +209,7 @@ def test_gradients_are_as_accurate_as_those_of_f_linear(
     exact = gradients(torch.float64, F.linear)
     ours, autograd = gradients(dtype, dv.LinearLogits), gradients(dtype, F.linear)
     for mine, other, value in zip(ours, autograd, exact, strict=True):
-        assert error(mine, value) <= 1.2 * error(other, value)
+        assert error(mine, value) <= 4 / 3 * error(other, value)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -215,6 +234,29 @@ def test_autocast_casts_operands_like_f_linear(dtype: torch.dtype, eager_kernels
         assert_close(mine, other, rtol=2**-6, atol=1e-2)
 
 
+@eager
+def test_autocast_leaves_fp64_alone() -> None:
+    hidden, weight, bias, index = draw(OP["logprobs"].linear(), dtype=torch.float64).values()
+    logits = dv.LinearLogits(hidden, weight, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert logits.dtype == torch.float64
+        value = dv.logprobs(logits, index)
+    assert_close(value, dv.logprobs(F.linear(hidden, weight, bias), index))
+
+
+@eager
+def test_operators_ignore_autocast() -> None:
+    """Backward may run under autocast, after a forward that did not."""
+    inputs = draw(OP["logprobs"].linear())
+    hidden, weight, bias, index = inputs.values()
+    weight.requires_grad_()
+    out = dv.logprobs(dv.LinearLogits(hidden, weight, bias), index).sum()
+    (expected,) = torch.autograd.grad(out, weight, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        (actual,) = torch.autograd.grad(out, weight)
+    assert actual.equal(expected)
+
+
 # ------------------------------------------------------------------ edge rows
 
 
@@ -237,7 +279,14 @@ def edge(inputs: Inputs, row: str) -> Inputs:
     return inputs
 
 
-EDGES = ["some columns -inf", "a whole block -inf", "a whole shard -inf", "all -inf", "NaN", "large"]
+EDGES = [
+    "some columns -inf",
+    "a whole block -inf",
+    "a whole shard -inf",
+    "all -inf",
+    "NaN",
+    "large",
+]
 
 
 @eager
@@ -326,7 +375,9 @@ def test_weights_that_do_not_fit_together_raise_on_all_ranks() -> None:
         rows = 3 if World.current.rank == 0 else 2
         weight = DTensor.from_local(torch.randn(rows, 4), mesh, [S0], run_check=False)
         hidden = distribute(torch.randn(6, 4), mesh, [R])
-        with pytest.raises(RuntimeError, match="entropy: expected each rank to hold the torch.chunk"):
+        with pytest.raises(
+            RuntimeError, match=r"entropy: expected each rank to hold the torch\.chunk"
+        ):
             dv.entropy(dv.LinearLogits(hidden, weight))
 
 
@@ -452,9 +503,11 @@ def test_operands_of_different_kinds() -> None:
         weight = distribute(torch.randn(12, 4), mesh, [S0])
         bias = distribute(torch.randn(12), mesh, [R])
         hidden = distribute(torch.randn(6, 4), mesh, [R])
-        with pytest.raises(ValueError, match="of the same kind, got Tensor and DTensor; wrap a hid"):
+        with pytest.raises(
+            ValueError, match="of the same kind, got Tensor and DTensor; wrap a hid"
+        ):
             dv.entropy(dv.LinearLogits(torch.randn(6, 4), weight))
-        with pytest.raises(ValueError, match="logits.bias placed like logits.weight"):
+        with pytest.raises(ValueError, match=r"logits\.bias placed like logits\.weight"):
             dv.entropy(dv.LinearLogits(hidden, weight, bias))
 
 
@@ -627,24 +680,35 @@ def test_vmap_says_that_it_takes_logits() -> None:
 
 # ------------------------------------------------------------------ memory
 
+KINDS = {"no gradient": (), "hidden": (0,), "weight": (1,), "both": (0, 1)}
 
-@pytest.mark.parametrize("kind", ["no gradient", "hidden", "weight", "both"])
-def test_memory_is_a_block_and_an_accumulator(kind: str) -> None:
-    """At 2048 x 16032 the logits would take 63 MiB, and their gradient as much."""
-    rows, vocab, width = 2048, 16032, 512
-    hidden = torch.randn(rows, width).bfloat16().requires_grad_(kind in ("hidden", "both"))
-    weight = torch.randn(vocab, width).bfloat16().requires_grad_(kind in ("weight", "both"))
-    index = torch.randint(vocab, (rows,))
-    leaves = [x for x in (hidden, weight) if x.requires_grad]
 
-    def call() -> None:
-        out = dv.logprobs(dv.LinearLogits(hidden, weight), index)
-        if leaves:
-            torch.autograd.grad(out.sum(), leaves)
+def peaks_above_gradients() -> dict[str, int]:
+    """For each of ``KINDS``, the peak at 2048 x 16032, whose logits would take 63 MiB."""
+    return_freed_blocks()
+    index, found = torch.randint(16032, (2048,)), {}
+    operands = torch.randn(2048, 512).bfloat16(), torch.randn(16032, 512).bfloat16()
+    for kind, needed in KINDS.items():
+        leaves = [operands[i].requires_grad_() for i in needed]
 
-    call()
-    gradients = sum(x.nbytes for x in leaves)
-    accumulator = rows * width * 4 if hidden.requires_grad else 0
-    peak = min(peak_above_inputs(call, torch.device("cpu")) for _ in range(3)) - gradients
-    assert peak <= linear_blocks.BLOCK_BYTES + accumulator + (4 << 20)
-    assert peak <= 28 << 20
+        def call(leaves: list[Tensor] = leaves) -> None:
+            out = dv.logprobs(dv.LinearLogits(*operands), index)
+            if leaves:
+                torch.autograd.grad(out.sum(), leaves)
+
+        call()
+        peaks = [peak_above_inputs(call, torch.device("cpu")) for _ in range(2)]
+        found[kind] = min(peaks) - sum(x.nbytes for x in leaves)
+        for leaf in leaves:
+            leaf.requires_grad_(False)
+    return found
+
+
+def test_memory_is_a_block_and_an_accumulator() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as process:
+        found = process.submit(peaks_above_gradients).result()
+    accumulator = 2048 * 512 * 4
+    for kind, needed in KINDS.items():
+        most = linear_blocks.BLOCK_BYTES + (accumulator if 0 in needed else 0) + (3 << 20)
+        assert found[kind] <= most <= 28 << 20, found

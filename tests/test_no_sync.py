@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtensor_vocab.autograd import PerToken
-from tests.ops import LOGITS, OPS, Inputs, Op, draw, upstream
+from tests.ops import LINEAR_PATHS, LOGITS, OPS, Inputs, Op, draw, upstream
 from tests.rank_zero import lone_rank, place_part
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
@@ -83,7 +83,7 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", OPS + LINEAR_PATHS, ids=str)
 def test_nothing_waits_on_the_cpu(op: Op, sharded: bool) -> None:
     inputs, options, grads = draw_call(op)
     if not sharded:
@@ -92,6 +92,7 @@ def test_nothing_waits_on_the_cpu(op: Op, sharded: bool) -> None:
     with lone_rank(2) as mesh:
         for name, value in inputs.items():
             placement = Shard(-1) if name in LOGITS else Replicate()
+            placement = Shard(0) if name.endswith((".weight", ".bias")) else placement
             inputs[name] = place_part(value, mesh, [placement])
         grads = [grad if grad is None else place_part(grad, mesh, [Replicate()]) for grad in grads]
         run(op, inputs, options, grads)
@@ -113,8 +114,11 @@ def run(op: Op, inputs: Inputs, options: dict[str, Any], grads: list[Tensor | No
 def draw_call(op: Op) -> tuple[Inputs, dict[str, Any], list[Tensor | None]]:
     """Inputs, options and upstream gradients of a call that takes every step of the math."""
     inputs = draw(op, vocab=9)
-    for name in op.logits:
-        inputs[name] = torch.cat([inputs[name], torch.zeros(6, 2)], -1)
+    for name, value in inputs.items():
+        if name in LOGITS:
+            inputs[name] = torch.cat([value, torch.zeros(6, 2)], -1)
+        elif name.endswith((".weight", ".bias")):
+            inputs[name] = torch.cat([value, torch.zeros(2, *value.shape[1:])])
     options: dict[str, Any] = {"vocab_size": 9}
     if op.name != "argmax":
         options["temperature"] = torch.rand(6) + 0.5
@@ -129,7 +133,7 @@ def assert_ran(mode: NoWaiting, op: Op) -> None:
 # ------------------------------------------------------------------ on a fake GPU
 
 
-@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("op", OPS + LINEAR_PATHS, ids=str)
 def test_nothing_waits_on_a_fake_gpu(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, options, _ = draw_call(op)
     applied = without_engine(monkeypatch)
@@ -148,9 +152,9 @@ def test_nothing_waits_on_a_fake_gpu(op: Op, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class IndexInPython(TorchFunctionMode):
-    """Turns indexing into calls of operators.
+    """Turns indexing, and writes to tensors on a GPU, into calls of other operators.
 
-    The C++ code of indexing needs the tensor's device, which a build of torch without CUDA lacks.
+    The C++ code of both needs the tensor's device, which a build of torch without CUDA lacks.
     """
 
     def __torch_function__(
@@ -163,9 +167,18 @@ class IndexInPython(TorchFunctionMode):
             where = _index(x, key)
             # On a fake GPU there are no data to write, and the sum checks shapes and devices.
             return where.copy_(value) if x.device.type == "cpu" else where + value
+        kwargs = kwargs or {}
+        if func in (torch.mm, torch.addmm) and "out" in kwargs and kwargs["out"].is_cuda:
+            out = kwargs.pop("out")
+            result = func(*args, **kwargs)
+            assert (result.shape, result.dtype) == (out.shape, out.dtype)
+            return out
+        if func is Tensor.copy_ and args[0].is_cuda:
+            assert (args[0] + args[1]).shape == args[0].shape
+            return args[0]
         if func is Tensor.__invert__:
             return aten.bitwise_not(*args)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _index(x: Tensor, key: Any) -> Tensor:

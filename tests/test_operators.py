@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tests.ops import LINEAR, LOGITS, OPS, Inputs, Op, draw, named, place, tp
+from tests.ops import LINEAR, OPS, Inputs, Op, draw, named, place, tp
 from tests.oracle import assert_bytes_equal
 from tests.ranks import distribute, on_mesh, parts
 

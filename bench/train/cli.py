@@ -2,6 +2,7 @@
 
     python -m bench.train                           two ranks, tensor parallel
     python -m bench.train --dp 2 --tp 2 --compile   four, with FSDP2 over dp
+    python -m bench.train --linear                  logits that are never made
 
 The first phase trains with cross-entropy on real text. The second is policy gradient with an
 entropy bonus and reverse KL to the frozen model of the first phase: the model guesses the next word
@@ -79,6 +80,7 @@ def parse(argv: list[str] | None) -> tuple[Job, str, int, int]:
         help="compute in bf16, with parameters in fp32 (by FSDP2)",
     )
     add("--compile", action="store_true", help="compile the model's blocks and the losses")
+    add("--linear", action="store_true", help="let the ops compute the logits, by LinearLogits")
     parser.set_defaults(**asdict(Job()))
     args = parser.parse_args(argv)
     for what, value, divisor in (

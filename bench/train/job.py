@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -56,6 +57,7 @@ class Job:
     clip: float = 1.0
     bf16: bool = False
     compile: bool = False
+    linear: bool = False
 
 
 @dataclass
@@ -116,12 +118,13 @@ class Run:
 
     def build(self) -> Decoder:
         torch.manual_seed(0)
-        model = Decoder(self.job.vocab, self.job.dim, self.job.layers).to(self.device)
+        linear = self.job.linear and self.mesh is not None
+        model = Decoder(self.job.vocab, self.job.dim, self.job.layers, linear).to(self.device)
         if self.mesh is None:
             return model
         return parallelize(model, self.mesh, self.job.bf16, self.job.compile)
 
-    def logits(self, model: Decoder, tokens: Tensor) -> Tensor:
+    def logits(self, model: Decoder, tokens: Tensor) -> Tensor | dv.LinearLogits:
         if self.job.bf16 and self.mesh is None:  # as FSDP2's mixed precision does
             cast = {name: weight.bfloat16() for name, weight in model.named_parameters()}
             return functional_call(model, cast, tokens)
@@ -222,9 +225,13 @@ class Run:
         shape = (self.job.batch, self.job.length, self.job.vocab)
         noise = self.share(torch.empty(shape).exponential_(generator=self.noise).log())
         return [
-            (whole(self.logits(self.model, tokens)).float() - gumbel).argmax(-1)
+            (whole(made(self.logits(self.model, tokens))).float() - gumbel).argmax(-1)
             for (tokens, _), gumbel in zip(batch, noise, strict=True)
         ]
+
+
+def made(logits: Tensor | dv.LinearLogits) -> Tensor:
+    return F.linear(*logits) if isinstance(logits, dv.LinearLogits) else logits
 
 
 def whole(values: Tensor) -> Tensor:

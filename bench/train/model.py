@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -16,30 +16,43 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import dtensor_vocab as dv
+
 __all__ = ["Decoder", "parallelize"]
 
 HEAD_DIM = 32
 
 
 class Decoder(nn.Module):
-    """Token ids ``[B, S]`` to logits ``[B, S, V]`` of the tokens that follow."""
+    """Token ids ``[B, S]`` to logits ``[B, S, V]`` of the tokens that follow, or to
+    ``LinearLogits`` of that shape.
+    """
 
-    def __init__(self, vocab: int, dim: int, layers: int) -> None:
+    def __init__(self, vocab: int, dim: int, layers: int, linear: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)
-        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head = (LinearHead if linear else nn.Linear)(dim, vocab, bias=False)
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         nn.init.normal_(self.head.weight, std=dim**-0.5 / 10)  # Probabilities start nearly uniform.
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor | dv.LinearLogits:
         # The usual scale of embeddings. It also waits for the embedding's collective: backward of
         # a compiled block returns no gradient for a tensor that is still in flight.
         x = self.embedding(tokens) * self.embedding.embedding_dim**0.5
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class LinearHead(nn.Linear):
+    """A head that leaves its product to the ops."""
+
+    def forward(self, hidden: Tensor) -> dv.LinearLogits:
+        # FSDP2 adds a hook to each tensor that the root returns, so return a new view of the weight
+        # (torch 2.11 to 2.14). On the weight itself the hooks of all steps would stay.
+        return dv.LinearLogits(hidden, self.weight.view_as(self.weight))
 
 
 class Block(nn.Module):
@@ -123,6 +136,12 @@ def parallelize(model: Decoder, mesh: DeviceMesh, bf16: bool, compile: bool) -> 
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
         ),
     }
+    if isinstance(
+        model.head, LinearHead
+    ):  # ColwiseParallel expects a module that returns a tensor.
+        weight = distribute_tensor(model.head.weight, mesh["tp"], [Shard(0)])
+        model.head.weight = nn.Parameter(weight)
+        plan["head"] = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     parallelize_module(model, mesh["tp"], plan)
     if compile:
         for layer in model.blocks:

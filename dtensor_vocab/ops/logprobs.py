@@ -135,6 +135,6 @@ def logprobs(
     temperatures = check_temperature("logprobs", temperature, logits)
     check_inplace_backward("logprobs", inplace_backward, logits)
     index, temperatures = placed_by_row(logits, index, temperatures)
-    return _Logprobs.call(
-        logits, index, temperatures, *vocabulary, ignore_index, inplace_backward
-    )[0]
+    return _Logprobs.call(logits, index, temperatures, *vocabulary, ignore_index, inplace_backward)[
+        0
+    ]
