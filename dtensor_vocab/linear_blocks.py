@@ -197,6 +197,7 @@ class LogitsGradient:
         sum_of_x = blocks.several and blocks.by_columns
         sum_of_weight = blocks.several and not blocks.by_columns
         of_x, of_weight, of_bias = needs
+        self._ones = x.new_empty(1, 0)
         self._x = _Products(x.view(logits.hidden.shape), sum_of_x, written) if of_x else None
         self._weight = _Products(weight, sum_of_weight, written) if of_weight else None
         self._bias = _Products(bias.unsqueeze(0), sum_of_weight, written) if of_bias else None
@@ -213,8 +214,9 @@ class LogitsGradient:
         if self._weight is not None:
             self._weight.add((at.columns, everything), gradient.t(), logits.hidden[at.rows])
         if self._bias is not None:
-            ones = gradient.new_ones(1, len(gradient))
-            self._bias.add((everything, at.columns), ones, gradient)
+            if self._ones.shape[-1] != len(gradient):
+                self._ones = gradient.new_ones(1, len(gradient))
+            self._bias.add((everything, at.columns), self._ones, gradient)
 
     def finish(self) -> tuple[Tensor, ...]:
         """The gradients by the three arguments of :class:`LocalLogits`."""

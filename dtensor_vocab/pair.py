@@ -53,11 +53,11 @@ __all__ = ["PairGradient", "cross_scale", "kl_div_stats", "log_probs", "merge_pa
 # ---- statistics of a shard
 
 
-def _combine(stats: Tensor, temperature: Tensor | None, cross: bool) -> Tensor:
+def _combine(stats: Tensor, temperature: Tensor | None, cross: bool) -> list[Tensor]:
     """Merges the statistics ``[rows, blocks, S]`` of blocks of a shard."""
     m_a, s_a, covered, m_b, s_b, *c = stats.unbind(-1)
     m_a, s_a, m_b, s_b, *c = merge_pair_sums(m_a, s_a, m_b, s_b, *c, temperature=temperature)
-    return torch.stack([m_a, s_a, covered[:, 0], m_b, s_b, *c], -1)
+    return [m_a, s_a, covered[:, 0], m_b, s_b, *c]
 
 
 @stats_operator("logits, logits, rows, start -> stats", _combine, covered=2)
@@ -268,7 +268,8 @@ class PairGradient:
         """The gradients of both sides, of which one or both are operands of ``LinearLogits``."""
         sides = [LocalLogits(*args[:3]), LocalLogits(*args[3:6])]
         temperature, vocab_start, *options, needs = args[6:]
-        blocks = Blocks(sides, vocab_start, 4)
+        needed = any(needs[:3]), any(needs[3:])
+        blocks = Blocks(sides, vocab_start, sum(side.is_linear for side in sides) + sum(needed))
         gradients = [
             LogitsGradient(side, blocks, needs[3 * i :][:3]) for i, side in enumerate(sides)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ __all__ = ["StatsOperator", "stats_operator"]
 
 
 def stats_operator(
-    signature: str, combine: Callable[..., Tensor], covered: int | None
+    signature: str, combine: Callable[..., Sequence[Tensor]], covered: int | None
 ) -> Callable[[Callable[..., Tensor]], StatsOperator]:
     """Registers ``fn(logits.., rows.., vocab_start, sizes, *options) -> stats [1, *, S]`` as an
     operator, and as ``<name>_linear`` its twin on ``LinearLogits``.
 
     The twin calls ``fn`` for blocks of columns and merges their statistics by
-    ``combine(stats [rows, blocks, S], temperature, *options) -> [rows, S]``, which runs inside a
-    kernel. ``covered`` is the position of the coverage in the statistics, None if they have none.
+    ``combine(stats [rows, blocks, S], temperature, *options)``, which runs inside a kernel and
+    returns columns ``[rows]`` and ``[rows, K]`` of the result ``[rows, S]``. ``covered`` is the
+    position of the coverage among them, None if there is none.
     """
 
     def register(fn: Callable[..., Tensor]) -> StatsOperator:
@@ -46,7 +47,7 @@ class StatsOperator:
         self,
         fn: Callable[..., Tensor],
         signature: str,
-        combine: Callable[..., Tensor],
+        combine: Callable[..., Sequence[Tensor]],
         covered: int | None,
     ) -> None:
         parameters = inspect.signature(fn, eval_str=True).parameters
@@ -122,13 +123,16 @@ class StatsOperator:
         return temperature.unsqueeze(-1)
 
 
-def _combine_kernel(combine: Callable[..., Tensor], covered: int | None) -> Callable[..., Tensor]:
+def _combine_kernel(
+    combine: Callable[..., Sequence[Tensor]], covered: int | None
+) -> Callable[..., Tensor]:
     def combine_blocks(a, b, temperature, start, width, sizes, *options):
-        stats = combine(torch.stack([a, b], 1), temperature, *options)
-        if covered is None:
-            return stats
-        at = stats[..., covered : covered + 1]
-        at = coverage_of_shard(at, start, width, sizes)
-        return torch.cat([stats[..., :covered], at, stats[..., covered + 1 :]], -1)
+        # Select instead of stacking, which would be a kernel of its own on GPUs.
+        first = torch.arange(2, device=a.device).unsqueeze(-1) == 0
+        stats = torch.where(first, a.unsqueeze(1), b.unsqueeze(1))
+        columns = list(combine(stats, temperature, *options))
+        if covered is not None:
+            columns[covered] = coverage_of_shard(columns[covered], start, width, sizes)
+        return torch.cat([x.unsqueeze(-1) if x.dim() == 1 else x for x in columns], -1)
 
     return merge_kernel(combine_blocks)

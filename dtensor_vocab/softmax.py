@@ -61,13 +61,13 @@ __all__ = ["Softmax", "combine_softmax", "merge_at_ids", "merge_softmax", "softm
 # ---- statistics of a shard
 
 
-def combine_softmax(stats, temperature, ignore_index, summed=False) -> Tensor:
+def combine_softmax(stats, temperature, ignore_index, summed=False) -> list[Tensor]:
     """Merges the statistics ``[rows, blocks, S]`` of blocks of a shard."""
     columns = [stats[..., i] for i in (0, 1, 3, *(4, 5)[: 2 * summed])]
     m, s, w, *t = merge_softmax_sums(*columns, temperature=temperature)
     first = 4 + 2 * summed
-    merged = [m, s, stats[:, 0, 2], w, *t, *([columns[-1].sum(-1)] if summed else [])]
-    return torch.cat([torch.stack(merged, -1), stats[..., first:].sum(-2)], -1)
+    share = [columns[-1].sum(-1)] if summed else []
+    return [m, s, stats[:, 0, 2], w, *t, *share, stats[..., first:].sum(-2)]
 
 
 @stats_operator("logits, rows, rows, start -> stats", combine_softmax, covered=2)

@@ -105,7 +105,7 @@ def test_plot_draws_the_times(tmp_path: Path) -> None:
 
 
 def test_every_public_op_is_measured() -> None:
-    assert {op.family for op in OPS.values()} == {*PUBLIC_OPS, "step"}
+    assert {op.family for op in OPS.values()} == {*PUBLIC_OPS, "linear", "step"}
 
 
 # ------------------------------------------------------------------ wrong values

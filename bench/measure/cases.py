@@ -12,6 +12,7 @@ from bench.measure.ops import COMPILED, GATHER, IN_PLACE, LOSS_PARALLEL, NAIVE, 
 
 __all__ = ["Case", "Group", "Run", "gradient_bytes", "groups", "logits_bytes"]
 
+GROWING = ("logprobs", "linear logprobs, H = 512")
 LARGEST_TO_GROW = 1 << 28
 """Cases of more logits are not also measured at 4 times the rows and 4 times the vocabulary."""
 SMALL = (8, 64)
@@ -63,7 +64,7 @@ def _group(op: Op, rows: int, vocab: int, dtype: str, ranks: int) -> Group:
         providers = [OURS, GATHER] + [LOSS_PARALLEL] * (op.loss_parallel is not None)
         return tuple(Run(case, provider) for provider in providers)
     group = [Run(case, provider) for provider in (OURS, *op.others, NAIVE, NAIVE + COMPILED)]
-    if op.name == "logprobs" and rows * vocab <= LARGEST_TO_GROW:
+    if op.name in GROWING and rows * vocab <= LARGEST_TO_GROW:
         larger = ((4 * rows, vocab), (rows, 4 * vocab))
         group += [Run(Case(op.name, shape, dtype), OURS) for shape in larger]
     return tuple(group)
@@ -83,4 +84,8 @@ def gradient_bytes(run: Run) -> float:
     """Bytes of the gradients that a run makes on each rank."""
     if run.provider == IN_PLACE:
         return 0
+    width = OPS[run.case.op].hidden
+    if width is not None:
+        rows, vocab = run.case.shape
+        return (rows + vocab / run.case.ranks) * width * getattr(torch, run.case.dtype).itemsize
     return len(OPS[run.case.op].gradients) * logits_bytes(run.case) / run.case.ranks

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from bench.measure.inputs import local_part, placement, vocab_dim
 from bench.measure.ops import Op, as_tuple
 
-__all__ = ["check", "sample"]
+__all__ = ["check", "sample", "upstream_of_sample"]
 
 CHECKED_ROWS = 64
 VALUE = {"rtol": 1e-5, "atol": 1e-4}
@@ -19,13 +19,29 @@ ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-4, t
 """Relative tolerance of a gradient that was computed in fp32 and rounded to this dtype."""
 
 
-def sample(op: Op, full: Tensor) -> Tensor:
+def sample(op: Op, full: Tensor, name: str = "") -> Tensor:
     """A copy of the rows to check, evenly spaced from first to last, of an input or a result."""
-    if op.couples_rows:
+    if op.couples_rows or name == "weight":
         return full.detach().clone()
+    return full.detach()[_rows(op, full)]
+
+
+def _rows(op: Op, full: Tensor) -> Tensor:
     count = 2 if op.sliced else min(CHECKED_ROWS, full.shape[0])
     rows = torch.linspace(0, full.shape[0] - 1, count, dtype=torch.float64).long()
-    return full.detach()[rows.to(full.device)]
+    return rows.to(full.device)
+
+
+def upstream_of_sample(op: Op, grad: Tensor) -> Tensor:
+    """An upstream gradient that is 0 except in the rows to check. The gradient of a weight, which
+    is a sum over rows, then depends on these rows alone.
+    """
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    rows, kept = _rows(op, local), torch.zeros_like(local)
+    kept[rows] = local[rows]
+    if isinstance(grad, DTensor):
+        return DTensor.from_local(kept, grad.device_mesh, grad.placements, run_check=False)
+    return kept
 
 
 def check(
@@ -44,8 +60,9 @@ def check(
     inputs = {name: _wide(values) for name, values in samples.items()}
     leaves = [inputs[name].requires_grad_() for name in op.gradients]
     expected = as_tuple(op.naive(**inputs))
+    tolerance = VALUE if op.hidden is None else {"rtol": 0, "atol": _made_tolerance(samples)}
     for output, value in zip(outputs, expected, strict=True):
-        _compare("value", sample(op, _local(output)), value, **VALUE)
+        _compare("value", sample(op, _local(output)), value, **tolerance)
     if not leaves:
         return
     kept = [value for value in expected if value.requires_grad]
@@ -57,9 +74,20 @@ def check(
         if isinstance(gradient, DTensor):
             exact = exact if dim is None else local_part(exact, dim, gradient.device_mesh)
             gradient = gradient.redistribute(placements=[placement(dim)]).to_local()
+        if op.hidden is not None:
+            error = (sample(op, gradient, name).double() - exact).norm() / exact.norm()
+            assert error < _made_tolerance(samples), f"wrong gradient of {name}: error {error}"
+            continue
         rounding = ROUNDING[gradient.dtype]
         near_zero = (rounding if gradients_are_sums else 1e-5) * float(exact.abs().max())
         _compare(f"gradient of {name}", sample(op, gradient), exact, rtol=rounding, atol=near_zero)
+
+
+def _made_tolerance(samples: dict[str, Tensor]) -> float:
+    """The tolerance of log-probabilities, and the relative one of gradients, if logits up to 16 are
+    rounded to the dtype of the operands.
+    """
+    return max(8 * torch.finfo(samples["hidden"].dtype).eps, 1e-4)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["local_part", "make", "place", "placement", "upstream", "vocab_dim"]
 
-HIDDEN = 64
+STEP_WIDTH = 64
 """Width of the hidden states of ``step``."""
 ON_MESH = ("logits", "student", "teacher", "hidden", "weight", "mask")
 """The inputs that are DTensors on several ranks. The others are plain and equal on all ranks."""
@@ -28,6 +28,7 @@ def make(case: Case, name: str, device: torch.device) -> Tensor:
     """An input over the whole vocabulary."""
     op = OPS[case.op]
     *rows, vocab = case.shape
+    width = op.hidden or STEP_WIDTH
     random = torch.Generator(device).manual_seed(NAMES.index(name))
 
     def normal(*shape: int, std: float, dtype: str = case.dtype) -> Tensor:
@@ -45,9 +46,9 @@ def make(case: Case, name: str, device: torch.device) -> Tensor:
         case "mask":
             return torch.rand(rows, generator=random, device=device).round()
         case "hidden":
-            return normal(*rows, HIDDEN, std=1)
+            return normal(*rows, width, std=1)
         case "weight":
-            return normal(vocab, HIDDEN, std=3 * HIDDEN**-0.5)
+            return normal(vocab, width, std=3 * width**-0.5)
         case _:
             if op.sliced:
                 return normal(rows[0], rows[1] + 1, vocab, std=3)[:, :-1]

@@ -12,20 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import dtensor_vocab as dv
 from bench import naive
 
 __all__ = [
     "APART",
+    "CHUNKS",
     "COMPILED",
     "DEFAULT_FORMS",
     "GATHER",
     "IN_PLACE",
     "LOSS_PARALLEL",
+    "MADE",
     "NAIVE",
     "OPS",
     "OURS",
+    "TORCH",
     "K",
     "Op",
     "as_tuple",
@@ -39,6 +43,9 @@ OURS = "dtensor_vocab"
 IN_PLACE = "dtensor_vocab in place"
 NAIVE = "naive"
 APART = "the two ops apart"
+MADE = "dtensor_vocab, logits made"
+CHUNKS = "checkpointed chunks"
+TORCH = "F.linear_cross_entropy"
 GATHER = "gather, naive"
 LOSS_PARALLEL = "loss_parallel"
 COMPILED = " compiled"
@@ -62,7 +69,11 @@ class Op:
     """Whether the highest logits must differ, because the op selects them."""
     sliced: bool = False
     """Whether the logits are ``[:, :-1]`` of longer ones."""
+    hidden: int | None = None
+    """Width of the hidden states, for an op on operands of a linear layer."""
     loss_parallel: Function | None = None
+    gathered: Function | None = None
+    """The naive function on gathered logits, by default ``naive`` on gathered inputs."""
     others: dict[str, Function] = field(default_factory=dict)
     """Further providers."""
 
@@ -78,14 +89,15 @@ class Op:
 
     @property
     def couples_rows(self) -> bool:
-        return "weight" in self.gradients
+        return "weight" in self.gradients and self.hidden is None
 
     def function(self, provider: str) -> Function:
         if provider.endswith(COMPILED):
             return torch.compile(self.function(provider.removesuffix(COMPILED)), fullgraph=True)
         if provider == LOSS_PARALLEL and self.loss_parallel is not None:
             return self.loss_parallel
-        ways = {OURS: self.ours, NAIVE: self.naive, GATHER: _gathered(self.naive), **self.others}
+        gathered = self.gathered or _gathered(self.naive)
+        ways = {OURS: self.ours, NAIVE: self.naive, GATHER: gathered, **self.others}
         return ways[provider]
 
 
@@ -123,6 +135,55 @@ def _apart(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 def _in_place(fn: Function) -> dict[str, Function]:
     return {IN_PLACE: partial(fn, inplace_backward=True)}
+
+
+# ---- logprobs of logits that are the product of hidden states and a weight
+
+
+def _linear(hidden: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+    return dv.logprobs(dv.LinearLogits(hidden, weight), index)
+
+
+def _made(logprobs: Function) -> Function:
+    def run(hidden: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+        return logprobs(naive.head(hidden, weight), index)
+
+    return run
+
+
+def _linear_gathered(hidden: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+    return naive.logprobs(naive.head(hidden, weight).full_tensor(), index)
+
+
+def _in_chunks(hidden: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+    """Chunks of rows, whose logits are made again in backward."""
+    chunks = zip(hidden.split(CHUNK_ROWS), index.split(CHUNK_ROWS), strict=True)
+    made = _made(naive.logprobs)
+    return torch.cat([checkpoint(made, h, weight, i, use_reentrant=False) for h, i in chunks])
+
+
+CHUNK_ROWS = 256
+
+
+def _linear_cross_entropy(hidden: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()  # Without options torch makes the logits.
+    return -F.linear_cross_entropy(hidden, weight, index, reduction="none", options=options)
+
+
+def _linear_op(width: int) -> Op:
+    others = {MADE: _made(dv.logprobs), CHUNKS: _in_chunks}
+    if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+        others[TORCH] = _linear_cross_entropy
+    return Op(
+        f"linear logprobs, H = {width}",
+        _linear,
+        _made(naive.logprobs),
+        gradients=("hidden", "weight"),
+        hidden=width,
+        loss_parallel=_made(_parallel_logprobs),
+        gathered=_linear_gathered,
+        others=others,
+    )
 
 
 STUDENT, BOTH, NONE = ("student",), ("student", "teacher"), ()
@@ -168,10 +229,12 @@ OPS = {
         Op("topk_logprobs, K = 64", *TOPK, passes=3, k=K, distinct=True),
         Op("topk_kl_div, K = 64", *TOPK_KL, passes=3, gradients=STUDENT, k=K),
         Op("argmax", dv.argmax, naive.argmax, passes=1, gradients=NONE, distinct=True),
+        _linear_op(512),
+        _linear_op(2048),
         Op("step", *STEP, gradients=("hidden", "weight"), loss_parallel=_step(_parallel_logprobs)),
     )
 }
 
-_FAMILIES = dict.fromkeys(op.family for op in OPS.values() if op.name != "step")
+_FAMILIES = dict.fromkeys(op.family for op in OPS.values() if "weight" not in op.gradients)
 DEFAULT_FORMS = [next(op.name for op in OPS.values() if op.family == name) for name in _FAMILIES]
 """One form of each public function."""

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from bench.measure.cases import Group, Run
-from bench.measure.check import check, sample
+from bench.measure.check import check, sample, upstream_of_sample
 from bench.measure.inputs import make, place, upstream
 from bench.measure.ops import APART, IN_PLACE, LOSS_PARALLEL, OPS, OURS, as_tuple
 from bench.measure.peak import keep_freed_blocks, peak_above_inputs, return_freed_blocks
@@ -237,7 +237,7 @@ class Measured:
         samples: dict[str, Tensor] = {}
         for name in op.inputs:
             full = make(run.case, name, device)
-            samples[name] = sample(op, full)
+            samples[name] = sample(op, full, name)
             self.inputs[name] = place(name, full, mesh)
         self.leaves = [self.inputs[name].requires_grad_() for name in op.gradients]
         self.overwritten = self.leaves if run.provider == IN_PLACE else []
@@ -245,7 +245,9 @@ class Measured:
         self.upstream: list[Tensor] | None = None
         most = MOST_LOGITS[device.type] // math.prod(run.case.shape)
         self.calls = max(1, min(MOST_CALLS, most))
+        self.op, self.checking = op, True
         check(op, samples, *self._call(), gradients_are_sums=run.provider == APART)
+        self.checking = False
         self._restore()
         self._call()
 
@@ -278,8 +280,11 @@ class Measured:
         differentiable = [output for output in outputs if output.requires_grad]
         if self.upstream is None:
             self.upstream = upstream(differentiable)
-        gradients = torch.autograd.grad(differentiable, self.leaves, self.upstream)
-        return outputs, self.upstream, gradients
+        grads = self.upstream
+        if self.checking and self.op.hidden is not None:
+            grads = [upstream_of_sample(self.op, grad) for grad in grads]
+        gradients = torch.autograd.grad(differentiable, self.leaves, grads)
+        return outputs, grads, gradients
 
 
 def _seconds(

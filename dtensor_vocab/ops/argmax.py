@@ -27,11 +27,11 @@ from dtensor_vocab.shard_stats import stats_operator
 __all__ = ["argmax"]
 
 
-def _combine(stats: Tensor, temperature: None) -> Tensor:
+def _combine(stats: Tensor, temperature: None) -> Sequence[Tensor]:
     """Merges the statistics ``[rows, blocks, 3]`` of blocks of a shard."""
     # argmax returns the first of equal values, and blocks are in the order of their ids.
     largest = stats[..., 0].argmax(-1, keepdim=True).unsqueeze(-1)
-    return stats.gather(1, largest.expand(-1, -1, stats.shape[-1])).squeeze(1)
+    return stats.gather(1, largest.expand(-1, -1, stats.shape[-1])).squeeze(1).unbind(-1)
 
 
 @stats_operator("logits, start -> stats", _combine, covered=2)

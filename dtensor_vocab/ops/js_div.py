@@ -63,9 +63,9 @@ def _norms(stats, temperature):
     return norms, passed_checks(covered)
 
 
-def _combine(stats: Tensor, temperature: Tensor | None, beta: float) -> Tensor:
+def _combine(stats: Tensor, temperature: Tensor | None, beta: float) -> list[Tensor]:
     """Merges the terms ``[rows, blocks, 2]`` of blocks of a shard."""
-    return stats.sum(1)
+    return [stats.sum(1)]
 
 
 @stats_operator("logits, logits, rows, rows, start -> stats", _combine, covered=None)

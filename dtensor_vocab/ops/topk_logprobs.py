@@ -39,11 +39,11 @@ CHUNK = 16
 LOW_BITS = 0x7FFFFFFF
 
 
-def _combine(stats: Tensor, temperature: Tensor | None, k: int) -> Tensor:
+def _combine(stats: Tensor, temperature: Tensor | None, k: int) -> list[Tensor]:
     """Merges the statistics ``[rows, blocks, 4 + 2 K]`` of blocks of a shard."""
     softmax = combine_softmax(stats[..., :4], temperature, None)
     values, ids = stats[..., 4 : 4 + k].flatten(1), stats[..., 4 + k :].flatten(1)
-    return torch.cat([softmax, *(x[..., :k] for x in _ordered(values, ids))], -1)
+    return [*softmax, *(x[..., :k] for x in _ordered(values, ids))]
 
 
 @stats_operator("logits, rows, start -> stats", _combine, covered=2)
