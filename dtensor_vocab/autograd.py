@@ -55,7 +55,12 @@ def _on_logits(function: type[PerToken], num_logits: int) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         logits, others = args[:num_logits], args[num_logits:]
-        return function.apply(*itertools.chain(*map(separate, logits)), *others)
+        inputs = [*itertools.chain(*map(separate, logits)), *others]
+        if torch.compiler.is_compiling():  # Dynamo refuses the same tensor twice (torch 2.13).
+            for i, x in enumerate(inputs):
+                if isinstance(x, Tensor) and any(x is other for other in inputs[:i]):
+                    inputs[i] = x.view_as(x)
+        return function.apply(*inputs)
 
     return call
 

@@ -28,8 +28,8 @@ __all__ = [
 
 BLOCK_BYTES = 1 << 24
 """The size of a block on CPUs, most of which their cache keeps."""
-BLOCK_BYTES_ON_GPUS = 1 << 25
-"""The size of all blocks that an operator holds on a GPU."""
+ALL_BLOCKS_BYTES = 1 << 25
+"""The size of all blocks that an operator holds."""
 ALIGNMENT = 16
 """Sizes of blocks are multiples of it, if there are several."""
 
@@ -54,6 +54,7 @@ class LocalLogits:
         self.lead = x.shape[:-1]
         self.rows = math.prod(self.lead)
         self.columns = x.shape[-1] if weight is None else weight.shape[0]
+        self.fits = bias is None or bias.shape[0] == self.columns
         self._buffer = x.new_empty(0)
         if weight is not None:
             self.hidden = x.reshape(self.rows, x.shape[-1])
@@ -99,8 +100,9 @@ class Blocks:
         self.by_columns = self.rows <= self.columns or not all(map(_has_flat_view, given))
         itemsize = max(side.x.dtype.itemsize for side in logits)
         self._device = first.x.device
-        on_cpu = self._device.type == "cpu"
-        size = BLOCK_BYTES if on_cpu else BLOCK_BYTES_ON_GPUS // buffers
+        size = ALL_BLOCKS_BYTES // buffers
+        if self._device.type == "cpu":
+            size = min(size, BLOCK_BYTES)
         self._bounds = _even_bounds(*self._lengths(), size // itemsize)
 
     def _lengths(self) -> tuple[int, int]:
@@ -242,12 +244,17 @@ class _Products:
         half = result.dtype.itemsize == 2
         self._sum = result.new_zeros(result.shape, dtype=torch.float32 if half else None)
         # torch has no product of 16-bit matrices with an fp32 result on CPUs (2.11 to 2.14). There
-        # each product is rounded before it is added.
-        self._term = result[:SUMMED_ROWS].clone() if half and result.device.type == "cpu" else None
+        # each product of bf16 matrices is rounded before it is added. One of fp16 might overflow.
+        self._on_cpu = half and result.device.type == "cpu"
+        self._term = result[:SUMMED_ROWS].clone() if self._on_cpu else None
 
     def add(self, at: tuple[slice, slice], a: Tensor, b: Tensor) -> None:
         if not self._added:
             torch.mm(a, b, out=self._result[at])
+        elif self._on_cpu and a.dtype == torch.float16:
+            b = b.float()
+            for total, some in zip(self._sum.split(SUMMED_ROWS), a.split(SUMMED_ROWS), strict=True):
+                total.addmm_(some.float(), b)
         elif self._term is not None:
             for total, some in zip(self._sum.split(SUMMED_ROWS), a.split(SUMMED_ROWS), strict=True):
                 total.add_(torch.mm(some, b, out=self._term[: len(some)]))

@@ -134,6 +134,8 @@ def cast_by_autocast(logits: LinearLogits) -> LinearLogits:
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+    if device == "meta" or x.dtype == torch.float64:  # Autocast has no dtype for these.
+        return x.dtype
+    if not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)

@@ -97,8 +97,11 @@ class StatsOperator:
         (*rows, vocab_start), (sizes, *options) = args[:tensors], args[tensors:]
         lead, columns = sides[0].lead, sides[0].columns
         blocks = Blocks(sides, vocab_start, len(sides))
-        if blocks.is_empty or any(side.columns != columns for side in sides):
-            logits = [side.x.new_empty(()).expand(*lead, side.columns) for side in sides]
+        if blocks.is_empty or any(side.columns != columns or not side.fits for side in sides):
+            # Where shards do not fit, logits of another width make every rank raise.
+            widths = [side.columns + (not side.fits) for side in sides]
+            shapes = [(*lead, width) for width in widths]
+            logits = [x.x.new_zeros(()).expand(s) for x, s in zip(sides, shapes, strict=True)]
             return self._fn(*logits, *args)
         results: list[Tensor] = []
         for at in blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from tests.ops import (
 )
 from tests.oracle import assert_values
 from tests.rank_zero import lone_rank, place_part
-from tests.ranks import World, distribute, on_mesh
+from tests.ranks import World, distribute, from_parts, on_mesh
 from tests.step import compiled
 
 eager = pytest.mark.usefixtures("eager_kernels")
@@ -235,6 +236,25 @@ def test_autocast_casts_operands_like_f_linear(dtype: torch.dtype, eager_kernels
 
 
 @eager
+def test_fp16_sums_do_not_overflow(small_blocks: None) -> None:
+    """Terms of 80000 and -80000 have a small sum."""
+    weight, target = torch.full((32, 4), 4.0, dtype=torch.float16), torch.tensor([0, 20])
+    gradients = []
+    for make in (dv.LinearLogits, F.linear):
+        hidden = torch.zeros(2, 4, dtype=torch.float16, requires_grad=True)
+        loss = dv.cross_entropy(make(hidden, weight), target, reduction="sum") * 40000
+        gradients += torch.autograd.grad(loss, hidden)
+    assert_close(*gradients, rtol=0, atol=16)
+
+
+def test_meta_tensors() -> None:
+    operands = torch.randn(6, 8, device="meta"), torch.randn(5, 8, device="meta")
+    assert dv.LinearLogits(*operands).dtype == torch.float32
+    with pytest.raises(ValueError, match="of the same device, got cpu and meta"):
+        dv.entropy(dv.LinearLogits(torch.randn(6, 8), operands[1]))
+
+
+@eager
 def test_autocast_leaves_fp64_alone() -> None:
     hidden, weight, bias, index = draw(OP["logprobs"].linear(), dtype=torch.float64).values()
     logits = dv.LinearLogits(hidden, weight, bias)
@@ -379,6 +399,22 @@ def test_weights_that_do_not_fit_together_raise_on_all_ranks() -> None:
             RuntimeError, match=r"entropy: expected each rank to hold the torch\.chunk"
         ):
             dv.entropy(dv.LinearLogits(hidden, weight))
+
+
+@eager
+@pytest.mark.parametrize("operand", ["weight", "bias"])
+def test_operands_that_do_not_fit_raise_on_all_ranks(operand: str, small_blocks: None) -> None:
+    """Each rank has several blocks, which would fit."""
+    whole = {"weight": torch.randn(64, 8), "bias": torch.randn(64)}
+    for shards, fit in (((47, 17), False), ((32, 32), True)):
+        with on_mesh((2,)) as mesh:
+            placed = {name: distribute(x, mesh, [S0]) for name, x in whole.items()}
+            local = dict(enumerate(whole[operand].split(shards)))
+            placed[operand] = from_parts(local, mesh, [S0], whole[operand].shape)
+            logits = dv.LinearLogits(distribute(torch.randn(6, 8), mesh, [R]), **placed)
+            text = "entropy: expected each rank to hold"
+            with contextlib.nullcontext() if fit else pytest.raises(RuntimeError, match=text):
+                dv.entropy(logits)
 
 
 # ------------------------------------------------------------------ the object
@@ -618,6 +654,27 @@ def test_inductor_step_with_the_object_across_the_border() -> None:
     (actual,) = torch.autograd.grad(loss(logits), weight)
     expected = dv.logprobs(F.linear(2 * hidden, weight, bias), index).sum()
     assert_close(actual, *torch.autograd.grad(expected, weight))
+
+
+@eager
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["kl_div", "js_div"])
+def test_compiled_student_and_teacher_may_share_operands(name: str, backend: str) -> None:
+    """A frozen or tied head serves both sides."""
+    divergence = getattr(dv, name)
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        student = dv.LinearLogits(hidden, weight)
+        return divergence(student, dv.LinearLogits(hidden.detach() * 2, weight)).sum()
+
+    actual, expected = compiled(loss, backend=backend)(hidden, weight), loss(hidden, weight)
+    assert_close(actual, expected)
+    leaves = hidden, weight
+    for mine, other in zip(
+        *(torch.autograd.grad(x, leaves) for x in (actual, expected)), strict=True
+    ):
+        assert_close(mine, other)
 
 
 # ------------------------------------------------------------------ autograd

@@ -13,6 +13,7 @@ is built without CUDA.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import re
@@ -45,7 +46,7 @@ from tests.ops import LOGITS, OP, OPS, Op
 from tests.rank_zero import place_part
 from tests.test_no_sync import NoWaiting, without_engine
 
-ROWS, VOCAB, K = 8192, 16032, 64
+ROWS, VOCAB, K, WIDTH = 8192, 16032, 64, 512
 CAPABILITY = (9, 0)
 PROPERTIES = SimpleNamespace(
     name="a fake GPU",
@@ -209,8 +210,8 @@ NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "
 # ------------------------------------------------------------------ accesses of a kernel
 
 
-def passes(launch: Launch, access: str) -> int:
-    """Counts a kernel's loads, or stores, of whole tensors of the logits' size, from its source.
+def passes(launch: Launch, access: str, size: int) -> int:
+    """Counts a kernel's loads, or stores, of tensors of at least this size, from its source.
 
     Accesses in different loops count separately. Accesses at indices that the kernel computes
     (``tmp``) do not count, since they touch few elements.
@@ -220,21 +221,19 @@ def passes(launch: Launch, access: str) -> int:
     for line in text.splitlines():
         loop += "for r0_offset in" in line
         for name, where in re.findall(rf"tl\.{access}\((\w+_ptr\d+) \+ \((.*?)\), ", line):
-            if is_large(launch.args[name]) and "tmp" not in where:
+            x = launch.args[name]
+            if isinstance(x, Tensor) and x.numel() >= size and "tmp" not in where:
                 seen.add((loop, name, where))
     return len(seen)
 
 
-def is_large(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.numel() >= ROWS * VOCAB
-
-
-def best_code(launch: Launch) -> dict[str, int]:
+@functools.cache
+def best_code(kernel: Any) -> dict[str, int]:
     """Returns the bytes of the widest load and of spilled registers of one of Inductor's choices.
 
     It is the first choice that spills nothing and loads vectors, or the last if there is none.
     """
-    for code in compile_choices(launch.kernel):
+    for code in compile_choices(kernel):
         if code["spilled"] == 0 and code["widest"] >= 8:
             break
     return code
@@ -282,17 +281,26 @@ TESTED = [
     )
 ]
 """Ops with kernels of their own."""
-SHARDED = [OP["logprobs"]]
+LINEAR = OP["logprobs"].linear()
+BLOCKS = 8
+"""The number of its blocks of columns, of 32 MiB or less."""
+LEAST_IN_BLOCK = ROWS * VOCAB * 9 // (10 * BLOCKS)
+SHARDED = [OP["logprobs"], LINEAR]
 """Those that run on DTensors too."""
 
 
 def arguments(op: Op, mesh: DeviceMesh | None) -> list[Tensor]:
+    operands = {"hidden": (ROWS, WIDTH), "weight": (VOCAB, WIDTH), "bias": (VOCAB,)}
     made = []
     for name in op.arguments:
-        lead = (VOCAB,) if name in LOGITS else (K,) if op.ids else ()
-        dtype = {"teacher_logprobs": torch.float32, **dict.fromkeys(LOGITS, torch.bfloat16)}
-        full = torch.empty(ROWS, *lead, dtype=dtype.get(name, torch.int64), device="cuda")
+        operand = name.partition(".")[2]
+        last = (VOCAB,) if name in LOGITS else (K,) if op.ids else ()
+        bf16 = name in LOGITS or operand
+        dtype = torch.bfloat16 if bf16 else torch.int64
+        dtype = torch.float32 if name == "teacher_logprobs" else dtype
+        full = torch.empty(operands.get(operand, (ROWS, *last)), dtype=dtype, device="cuda")
         placement = Shard(-1) if name in LOGITS else Replicate()
+        placement = Shard(0) if operand in ("weight", "bias") else placement
         made.append(full if mesh is None else place_part(full, mesh, [placement]))
     return made
 
@@ -316,18 +324,20 @@ def call_twice(op: Op, applied: list[Any], mesh: DeviceMesh | None = None) -> di
             function.backward(context, *grads, None)
         backward = list(launches)
     kernels = [x for x in forward + backward if isinstance(x, Launch)]
-    large = [] if mesh else [x for x in kernels if passes(x, "load")]
+    size = LEAST_IN_BLOCK if op is LINEAR else ROWS * VOCAB
+    large = [] if mesh else [x for x in kernels if passes(x, "load", size)]
     return {
         "op": name,
         "sharded": mesh is not None,
         "compiled by the second call": len({id(x.kernel) for x in kernels} - set(map(id, first))),
         "launches": [len(forward), len(backward)],
+        "operators": sorted({x for x in forward + backward if isinstance(x, str)}),
         "kernels": [
             {
                 "forward": x in forward,
-                "loads": passes(x, "load"),
-                "stores": passes(x, "store"),
-                **best_code(x),
+                "loads": passes(x, "load", size),
+                "stores": passes(x, "store", size),
+                **best_code(x.kernel),
             }
             for x in large
         ],
@@ -351,7 +361,7 @@ def main() -> None:
     run_operators_on_fake_tensors()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh("cuda", (2,))
-    for op in [op for op in OPS if str(op) in sys.argv[1:]] or OPS:
+    for op in [op for op in [*OPS, LINEAR] if str(op) in sys.argv[1:]] or [*OPS, LINEAR]:
         with MODE, Watch():
             print(json.dumps(call_twice(op, applied)), flush=True)
             if op in SHARDED:

@@ -52,9 +52,7 @@ from dtensor_vocab.softmax_gradient import Coefficients, SoftmaxGradient
 __all__ = ["topk_kl_div"]
 
 
-def _combine(
-    stats: Tensor, temperature: Tensor | None, ignore_index: int | None
-) -> list[Tensor]:
+def _combine(stats: Tensor, temperature: Tensor | None, ignore_index: int | None) -> list[Tensor]:
     """Merges the statistics ``[rows, blocks, 6 + K]`` of blocks of a shard."""
     m_tail, s_tail, _ = merge_norms(stats[..., 0], stats[..., 1], temperature)
     return [m_tail, s_tail, *combine_softmax(stats[..., 2:], temperature, ignore_index)]
