@@ -37,7 +37,7 @@ def test_every_block_says_how_it_is_run() -> None:
     scripts = [line for line in first_lines if line != "# losses.py"]
     for line in scripts:
         assert re.fullmatch(r"# (\w+\.py): (python|torchrun --nproc-per-node \d) \1", line)
-    assert len(scripts) == 3
+    assert len(scripts) == 4
 
 
 @pytest.mark.ranks(1)
@@ -50,7 +50,10 @@ def test_plain_script_runs_as_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(("script", "kernels"), [("example.py", "inductor"), ("train.py", "eager")])
+@pytest.mark.parametrize(
+    ("script", "kernels"),
+    [("example.py", "inductor"), ("train.py", "eager"), ("linear.py", "eager")],
+)
 def test_script_runs_as_it_says(script: str, kernels: str, tmp_path: Path) -> None:
     (block,) = (block for block in BLOCKS if block.startswith(f"# {script}: "))
     command = shlex.split(block.partition("\n")[0].partition(": ")[2])
