@@ -8,10 +8,9 @@ holds some rows instead, and the two gradients change places: the sum is always 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ __all__ = [
     "LocalLogits",
     "LogitsGradient",
     "empty_gradients",
-    "without_autocast",
 ]
 
 BLOCK_BYTES = 1 << 24
@@ -32,18 +30,6 @@ ALL_BLOCKS_BYTES = 1 << 25
 """The size of all blocks that an operator holds."""
 ALIGNMENT = 16
 """Sizes of blocks are multiples of it, if there are several."""
-
-
-def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` on local tensors, whose products autocast would cast and autograd would record."""
-
-    @functools.wraps(fn)
-    def run(*args: Any) -> Any:
-        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            return fn(*args)
-
-    return run
 
 
 class LocalLogits:
@@ -200,39 +186,71 @@ class LogitsGradient:
         sum_of_weight = blocks.several and not blocks.by_columns
         of_x, of_weight, of_bias = needs
         self._ones = x.new_empty(1, 0)
+        self._entries: tuple[Tensor, Tensor] | None = None
         self._x = _Products(x.view(logits.hidden.shape), sum_of_x, written) if of_x else None
         self._weight = _Products(weight, sum_of_weight, written) if of_weight else None
         self._bias = _Products(bias.unsqueeze(0), sum_of_weight, written) if of_bias else None
 
+    @property
+    def rounds_terms_of_x(self) -> bool:
+        """Whether each block's term of the gradient of ``x`` is rounded before it is added."""
+        return self._logits.is_linear and self._x is not None and self._x.rounds_terms
+
     def add(self, at: Block, gradient: Tensor) -> None:
         """Adds what follows from the gradient ``[rows, columns]`` of a block."""
-        logits = self._logits
-        if logits.weight is None:
+        if not self._logits.is_linear:
             self._gradient[at.rows, at.columns] = gradient
             return
-        everything = slice(None)
-        if self._x is not None:
-            self._x.add((at.rows, everything), gradient, logits.weight[at.columns])
+        self.add_to_weight(at, gradient)
+        self.add_to_x(at, gradient)
+
+    def add_to_weight(self, at: Block, gradient: Tensor) -> None:
         if self._weight is not None:
-            self._weight.add((at.columns, everything), gradient.t(), logits.hidden[at.rows])
+            self._weight.add((at.columns, ALL), gradient.t(), self._logits.hidden[at.rows])
         if self._bias is not None:
             if self._ones.shape[-1] != len(gradient):
                 self._ones = gradient.new_ones(1, len(gradient))
-            self._bias.add((everything, at.columns), self._ones, gradient)
+            self._bias.add((ALL, at.columns), self._ones, gradient)
+
+    def add_to_x(self, at: Block, gradient: Tensor, exact: bool = True) -> None:
+        """With ``exact=False`` a term that is rounded stays so."""
+        if self._x is not None:
+            weight = self._logits.weight
+            assert weight is not None
+            self._x.add((at.rows, ALL), gradient, weight[at.columns], exact)
+
+    def add_entry_to_x(self, at: Block, column: Tensor, entry: Tensor, given: Tensor) -> None:
+        """Adds one fp32 entry of the gradient in each row, in a column of the block, to that of
+        ``x``. All are ``[rows, 1]``. Rows where ``given`` is false have none in this block.
+        """
+        if self._entries is None:
+            self._entries = torch.zeros_like(entry), torch.zeros_like(column)
+        entries, columns = self._entries
+        self._entries = (
+            torch.where(given, entry, entries),
+            torch.where(given, column + at.columns.start, columns),
+        )
 
     def finish(self) -> tuple[Tensor, ...]:
         """The gradients by the three arguments of :class:`LocalLogits`."""
-        if self._logits.is_linear:
-            for products in (self._x, self._weight, self._bias):
-                if products is not None:
-                    products.finish()
+        if not self._logits.is_linear:
+            return self.results
+        if self._entries is not None:
+            assert self._x is not None and self._logits.weight is not None
+            self._x.add_rows(*self._entries, self._logits.weight)
+        for products in (self._x, self._weight, self._bias):
+            if products is not None:
+                products.finish()
         return self.results
 
 
 class _Products:
     """A matrix that is made of products: one for each of its parts, or all added up.
 
-    The sum is in fp32 and rounded once.
+    The sum is in fp32 and rounded once. On CPUs torch has no product of 16-bit matrices with an
+    fp32 result (2.11 to 2.14). There each product of bf16 matrices is rounded, and a second product
+    gives what was rounded off. A product of fp16 matrices might overflow, so it is one of fp32
+    matrices.
     """
 
     def __init__(self, result: Tensor, added: bool, written: bool) -> None:
@@ -243,30 +261,50 @@ class _Products:
             return
         half = result.dtype.itemsize == 2
         self._sum = result.new_zeros(result.shape, dtype=torch.float32 if half else None)
-        # torch has no product of 16-bit matrices with an fp32 result on CPUs (2.11 to 2.14). There
-        # each product of bf16 matrices is rounded before it is added. One of fp16 might overflow.
         self._on_cpu = half and result.device.type == "cpu"
-        self._term = result[:SUMMED_ROWS].clone() if self._on_cpu else None
+        self._term = result[:SUMMED_ROWS].clone() if self.rounds_terms else result
 
-    def add(self, at: tuple[slice, slice], a: Tensor, b: Tensor) -> None:
+    @property
+    def rounds_terms(self) -> bool:
+        return self._added and self._on_cpu and self._result.dtype == torch.bfloat16
+
+    def add(self, at: tuple[slice, slice], a: Tensor, b: Tensor, exact: bool = True) -> None:
         if not self._added:
             torch.mm(a, b, out=self._result[at])
-        elif self._on_cpu and a.dtype == torch.float16:
+        elif self.rounds_terms:
+            self._add_rounded(a, b, exact)
+        elif self._on_cpu:
             b = b.float()
             for total, some in zip(self._sum.split(SUMMED_ROWS), a.split(SUMMED_ROWS), strict=True):
                 total.addmm_(some.float(), b)
-        elif self._term is not None:
-            for total, some in zip(self._sum.split(SUMMED_ROWS), a.split(SUMMED_ROWS), strict=True):
-                total.add_(torch.mm(some, b, out=self._term[: len(some)]))
         elif a.dtype == self._sum.dtype:
             self._sum.addmm_(a, b)
         else:
             torch.addmm(self._sum, a, b, out_dtype=self._sum.dtype, out=self._sum)
+
+    def _add_rounded(self, a: Tensor, b: Tensor, exact: bool) -> None:
+        # What is rounded off the terms of a sum is less for shorter terms.
+        length = len(b) if exact else ROUNDED_LENGTH
+        for total, some in zip(self._sum.split(SUMMED_ROWS), a.split(SUMMED_ROWS), strict=True):
+            term = self._term[: len(some)]
+            for x, y in zip(some.split(length, 1), b.split(length), strict=True):
+                total.add_(torch.mm(x, y, out=term))
+                if exact:
+                    total.add_(term.addmm_(x, y, beta=-1))
+
+    def add_rows(self, factors: Tensor, index: Tensor, rows: Tensor) -> None:
+        """Adds ``factors [n, 1]`` times the ``rows`` at ``index [n, 1]``."""
+        parts = (x.split(SUMMED_ROWS) for x in (self._sum, factors, index.squeeze(-1)))
+        for total, factor, i in zip(*parts, strict=True):
+            total.addcmul_(factor, rows.index_select(0, i).to(total.dtype))
 
     def finish(self) -> None:
         if self._added:
             self._result.copy_(self._sum)
 
 
+ALL = slice(None)
 SUMMED_ROWS = 1024
 """How many rows of a rounded product there are at once."""
+ROUNDED_LENGTH = 2048
+"""How many terms such a product adds up, if its rounding error stays."""

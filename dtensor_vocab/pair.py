@@ -26,7 +26,6 @@ from dtensor_vocab.linear_blocks import (
     LocalLogits,
     LogitsGradient,
     empty_gradients,
-    without_autocast,
 )
 from dtensor_vocab.linear_logits import LinearLogits, Logits, needed, separate
 from dtensor_vocab.numerics import (
@@ -263,7 +262,6 @@ class PairGradient:
         to_a, to_b = self._both(*_by_row(grad, saved, a, b, *args))
         return to_a.view(a.shape), to_b.view(b.shape)
 
-    @without_autocast
     def _linear(self, grad: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
         """The gradients of both sides, of which one or both are operands of ``LinearLogits``."""
         sides = [LocalLogits(*args[:3]), LocalLogits(*args[3:6])]

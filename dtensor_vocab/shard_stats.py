@@ -15,7 +15,7 @@ from dtensor_vocab._private import overload
 from dtensor_vocab.faults import coverage_of_shard
 from dtensor_vocab.kernel import merge_kernel
 from dtensor_vocab.layout import first_column
-from dtensor_vocab.linear_blocks import Blocks, LocalLogits, without_autocast
+from dtensor_vocab.linear_blocks import Blocks, LocalLogits
 from dtensor_vocab.linear_logits import LinearLogits, separate
 from dtensor_vocab.operators import linear_arguments, linear_signature, operator, with_signature
 
@@ -90,7 +90,6 @@ class StatsOperator:
         end = 3 * self._logits
         return [LocalLogits(*args[i : i + 3]) for i in range(0, end, 3)], args[end:]
 
-    @without_autocast
     def _by_blocks(self, *args: Any) -> Tensor:
         sides, args = self._sides(args)
         tensors = self._tensors - self._logits
@@ -107,9 +106,8 @@ class StatsOperator:
         for at in blocks:
             logits = [side.block(at) for side in sides]
             values = blocks.of_rows(at, *rows)
-            width = logits[0].shape[-1]
-            of_block = sizes if width == columns else (sizes[0], width, sizes[2])
-            results.append(self._fn(*logits, *values, at.start, of_block, *options)[0])
+            # A block has not the width of the shard. The combination corrects its coverage.
+            results.append(self._fn(*logits, *values, at.start, sizes, *options)[0])
             if blocks.by_columns and len(results) == 2:
                 temperature = self._temperature_of(values)
                 shard = first_column(vocab_start), columns, tuple(sizes)

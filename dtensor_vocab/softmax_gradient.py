@@ -23,11 +23,11 @@ from dtensor_vocab.ids import local_ids, sum_equal
 from dtensor_vocab.kernel import kernel
 from dtensor_vocab.layout import first_column
 from dtensor_vocab.linear_blocks import (
+    Block,
     Blocks,
     LocalLogits,
     LogitsGradient,
     empty_gradients,
-    without_autocast,
 )
 from dtensor_vocab.linear_logits import LinearLogits, Logits, needed
 from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
@@ -66,10 +66,13 @@ class SoftmaxGradient:
     The coefficients are computed inside the kernel, where values per row are ``[rows, K]``. A float
     option arrives as None if it is 0, and otherwise as a 0-d tensor, so that one kernel serves all
     its values.
+
+    ``ids_dominate`` says that, with one id per row, the gradient's entry at the id is as large as
+    all others of its row together, as for cross-entropy.
     """
 
-    def __init__(self, name: str, inplace: bool = True) -> None:
-        self._name, self._inplace = name, inplace
+    def __init__(self, name: str, inplace: bool = True, ids_dominate: bool = False) -> None:
+        self._name, self._inplace, self._ids_dominate = name, inplace, ids_dominate
 
     def __call__(self, coefficients: Callable[..., Coefficients]) -> SoftmaxGradient:
         parameters = list(inspect.signature(coefficients, eval_str=True).parameters.values())[2:]
@@ -115,7 +118,14 @@ class SoftmaxGradient:
 
         def at_ids(logits, grad, saved, index, temperature, start, sizes, *options):
             terms = terms_of(grad, saved, index, sizes, *options)
-            return _at_ids(terms, *flat(logits), saved, index, temperature, start, sizes)
+            args = *flat(logits), saved, index, temperature, start, sizes
+            return _at_ids(terms, *args, logits.dtype)
+
+        def fp32_at_ids(logits, grad, saved, index, temperature, start, sizes, *options):
+            terms = terms_of(grad, saved, index, sizes, *options)
+            args = *flat(logits), saved, index, temperature, start, sizes
+            _, owned = local_ids(index, start, logits.shape[-1])
+            return *_at_ids(terms, *args, torch.float32), owned
 
         def whole(logits, grad, saved, index, *args):
             gradient = at_columns(logits, grad, saved, index, *args)
@@ -129,6 +139,7 @@ class SoftmaxGradient:
             return saved  # A kernel must return a tensor with the rows as its first dim.
 
         self._whole, self._at_ids = kernel(whole, elementwise=True), kernel(at_ids)
+        self._fp32_at_ids = kernel(fp32_at_ids)
         self._whole_ = kernel(whole_, mutates=True, elementwise=True)
 
     def _new(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> Tensor:
@@ -155,19 +166,39 @@ class SoftmaxGradient:
         if entries is not None:
             _write(by_row[0], blocks(entries, BLOCK_IDS // k))
 
-    @without_autocast
     def _linear(self, grad: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
         """The gradients of the operands of ``LinearLogits``. Blocks of logits are made again."""
         logits, ids = LocalLogits(*args[:3]), args[3:][: len(self._ids)]
         temperature, vocab_start, *options, needs = args[3 + len(self._ids) :]
         blocks = Blocks([logits], vocab_start, 1)
         gradient = LogitsGradient(logits, blocks, needs)
+        one_id = len(ids) == 1 and ids[0].numel() == logits.rows
+        apart = self._ids_dominate and one_id and gradient.rounds_terms_of_x
         for at in blocks:
             grad_at, saved_at, *rows = blocks.of_rows(at, grad, saved, *ids, temperature)
             block = logits.block(at)
-            self._overwrite(grad_at, saved_at, block, *rows, at.start, *options)
-            gradient.add(at, block)
+            of_block = grad_at, saved_at, block, *rows, at.start, *options
+            if apart:
+                self._add_with_entries_apart(gradient, at, block, self._by_row(*of_block))
+            else:
+                self._overwrite(*of_block)
+                gradient.add(at, block)
         return gradient.finish()
+
+    def _add_with_entries_apart(
+        self, gradient: LogitsGradient, at: Block, block: Tensor, by_row: Sequence[Any]
+    ) -> None:
+        """Adds the entries at the ids to the gradient of ``hidden`` in fp32.
+
+        Without them the product of the block is small, and so is what is rounded off it.
+        """
+        column, entry, owned = self._fp32_at_ids(*by_row)
+        self._whole_(*by_row)
+        _write(block, [(column, entry.to(block.dtype))])
+        gradient.add_to_weight(at, block)
+        _write(block, [(column, torch.where(owned, 0, entry).to(block.dtype))])
+        gradient.add_to_x(at, block, exact=False)
+        gradient.add_entry_to_x(at, column, entry, owned)
 
     def _by_row(self, grad: Tensor, saved: Tensor, logits: Tensor, *args: Any) -> list[Any]:
         """The operator's arguments as those of the kernels, which take the logits first."""
@@ -246,8 +277,8 @@ def _at_columns(terms, logits, saved, temperature, start, sizes) -> Tensor:
     return _finish(terms, gradient, saved, temperature, logits.dtype)
 
 
-def _at_ids(terms, logits, saved, index, temperature, start, sizes) -> tuple[Tensor, Tensor]:
-    """The columns of the ids and the entries there, both ``[rows, K]``.
+def _at_ids(terms, logits, saved, index, temperature, start, sizes, dtype) -> tuple[Tensor, Tensor]:
+    """The columns of the ids and the entries there in ``dtype``, both ``[rows, K]``.
 
     Computing these entries separately needs no ``[rows, V_local]`` buffer, rounds each entry once
     and gives equal ids the same entry. An id of another shard is clamped to a column of this shard,
@@ -268,7 +299,7 @@ def _at_ids(terms, logits, saved, index, temperature, start, sizes) -> tuple[Ten
         log_sum = torch.where(named, norm[..., 1:], log_sum)
     log_p = log_prob(x, maximum, log_sum, temperature)
     gradient = _entry(terms, slope, log_p, local, start, sizes)
-    values = _finish(terms, gradient + c, saved, temperature, logits.dtype)
+    values = _finish(terms, gradient + c, saved, temperature, dtype)
     return local if local.device.type != "cpu" else local.to(torch.int32), values
 
 

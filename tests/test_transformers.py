@@ -1,15 +1,21 @@
-"""Training of a small Hugging Face Llama on two ranks."""
+"""Training of a small Hugging Face Llama on two ranks, on logits and on ``LinearLogits``."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    parallelize_module,
+)
 
 import dtensor_vocab as dv
 from bench import naive
@@ -58,16 +64,33 @@ def train_llama(student: nn.Module, teacher: nn.Module, ops: Any) -> list[float]
     return losses
 
 
-def test_llama_trains_as_on_one_process() -> None:
+class LinearHead(nn.Linear):
+    def forward(self, hidden: Tensor) -> Any:
+        return dv.LinearLogits(hidden, self.weight, self.bias)
+
+
+def with_sharded_logits(model: Any, mesh: DeviceMesh) -> Any:
+    style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return parallelize_module(model, mesh, {"lm_head": style})
+
+
+def with_linear_logits(model: Any, mesh: DeviceMesh) -> Any:
+    model.lm_head.__class__ = LinearHead
+    model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight, mesh, [Shard(0)]))
+    hidden = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    return parallelize_module(model, mesh, {"lm_head": hidden})
+
+
+@pytest.mark.parametrize("prepare", [with_sharded_logits, with_linear_logits])
+def test_llama_trains_as_on_one_process(prepare: Callable[[Any, DeviceMesh], Any]) -> None:
     expected = llama(0)
     expected_losses = train_llama(expected, llama(1), naive)
     assert expected_losses[-1] < expected_losses[0] - 0.2
     with on_mesh((2,)) as mesh:
-        style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        student, teacher = (
-            parallelize_module(llama(seed), mesh, {"lm_head": style}) for seed in (0, 1)
-        )
-        assert student(torch.zeros(1, 1, dtype=torch.long)).logits.placements == (Shard(2),)
+        student, teacher = (prepare(llama(seed), mesh) for seed in (0, 1))
+        logits = student(torch.zeros(1, 1, dtype=torch.long)).logits
+        assert logits.placements == (Shard(2),)
+        assert isinstance(logits, dv.LinearLogits) == (prepare is with_linear_logits)
         losses = train_llama(student, teacher, dv)
         weights = {
             name: weight.full_tensor() if isinstance(weight, DTensor) else weight

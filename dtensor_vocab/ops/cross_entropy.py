@@ -135,7 +135,7 @@ def _(sums, *_):
     return sums.new_empty(sums.shape[:-1]), sums.new_empty(sums.shape[:-1])
 
 
-@SoftmaxGradient("cross_entropy")
+@SoftmaxGradient("cross_entropy", ids_dominate=True)
 def _gradient(
     grad: Tensor,
     saved: Tensor,

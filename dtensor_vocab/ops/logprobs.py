@@ -49,7 +49,7 @@ def _(stats, index, *_):
     return stats.new_empty(index.shape), stats.new_empty((*stats.shape[1:-1], 3))
 
 
-@SoftmaxGradient("logprobs")
+@SoftmaxGradient("logprobs", ids_dominate=True)
 def logprobs_gradient(
     grad: Tensor, saved: Tensor, index: Tensor, sizes: Sequence[int], ignore_index: int | None
 ) -> Coefficients:
