@@ -34,6 +34,7 @@ __all__ = [
     "check_k",
     "check_logits",
     "check_logprobs",
+    "check_softcap",
     "check_teacher",
     "check_temperature",
     "check_weight",
@@ -402,6 +403,21 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Logits
         return None
     scalar = torch.full((), float(temperature), dtype=torch.float64, device=logits.device)
     return _replicated(scalar, logits) if is_dtensor(logits) else scalar
+
+
+def check_softcap(function: str, softcap: float | None, logits: Logits) -> float | None:
+    if softcap is None:
+        return None
+    if not _is_real(softcap):
+        got = type(softcap).__name__
+        raise TypeError(f"{function}: expected softcap to be a float or None, got {got}")
+    limits = torch.finfo(math_dtype(logits))  # A number below tiny may count as 0 in the math.
+    if not limits.tiny <= softcap <= limits.max:
+        raise ValueError(
+            f"{function}: expected 0 < softcap < inf, a normal number in {limits.dtype}, "
+            f"got {softcap}"
+        )
+    return float(softcap)
 
 
 def check_row_values(

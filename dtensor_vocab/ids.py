@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_vocab.numerics import math_dtype
+from dtensor_vocab.numerics import capped, math_dtype
 
 __all__ = ["local_ids", "not_ignored", "pick", "sum_equal"]
 
@@ -26,10 +26,13 @@ def local_ids(index: Tensor, start: Tensor | int, width: int) -> tuple[Tensor, T
     return local.clamp(0, max(width - 1, 0)), owned
 
 
-def pick(logits: Tensor, index: Tensor, start: Tensor | int, width: int) -> Tensor:
-    """The logits at ids that the shard owns and 0 at others, so that shards add up to all."""
+def pick(
+    logits: Tensor, index: Tensor, start: Tensor | int, width: int, softcap: Tensor | None
+) -> Tensor:
+    """The capped logits at ids that the shard owns, 0 at others, so that shards add up to all."""
     local, owned = local_ids(index, start, width)
-    return torch.where(owned, logits.gather(-1, local).to(math_dtype(logits)), 0)
+    picked = logits.gather(-1, local).to(math_dtype(logits))
+    return torch.where(owned, capped(picked, softcap), 0)
 
 
 _SORT_FROM = 128

@@ -15,6 +15,9 @@ from torch import Tensor
 from dtensor_vocab.linear_logits import Logits
 
 __all__ = [
+    "cap_slope",
+    "capped",
+    "capped_tokens",
     "columns_before",
     "least_exponent",
     "log_prob",
@@ -43,13 +46,46 @@ def to_math(
     sizes: Sequence[int],
     dtype: torch.dtype | None = None,
     column: Tensor | None = None,
+    softcap: Tensor | None = None,
 ) -> Tensor:
-    """The logits in the dtype of the math, with -inf in place of padding.
+    """The logits in the dtype of the math, capped, with -inf in place of padding.
 
     ``column`` holds the columns of ``x`` within the shard. The default is all of them, in order.
     """
-    x = x.to(dtype or math_dtype(x))
+    x = capped(x.to(dtype or math_dtype(x)), softcap)
     return without_padding(x, -torch.inf, start, sizes, column)
+
+
+def capped(x: Tensor, softcap: Tensor | None) -> Tensor:
+    """``c tanh(x / c)`` for the soft cap c."""
+    if softcap is None:
+        return x
+    softcap = softcap.to(x.dtype)
+    return softcap * (x / softcap).tanh()
+
+
+def capped_tokens(
+    x: Tensor, maximum: Tensor, tokens: Tensor, softcap: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Caps logits ``[.., V]`` and their ``maximum [.., 1]``. All but the first ``tokens`` columns
+    are -inf.
+
+    The maximum is that before the cap, because Inductor would store a tanh that two reductions use.
+    """
+    if softcap is None:
+        return x, maximum
+    column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+    x = torch.where(column < tokens, capped(x, softcap), -torch.inf)
+    return x, torch.where(tokens > 0, capped(maximum, softcap), -torch.inf)
+
+
+def cap_slope(x: Tensor, softcap: Tensor) -> Tensor:
+    """The derivative of :func:`capped`, ``1 - tanh² = 4 e / (1 + e)²`` with ``e = e^(-2 |x| / c)``.
+
+    The difference would lose its digits where the tanh is near 1.
+    """
+    e = (-2 / softcap.to(x.dtype) * x.abs()).exp()
+    return 4 * e / (1 + e).square()
 
 
 def without_padding(

@@ -20,7 +20,7 @@ from dtensor_vocab._private import overload
 from dtensor_vocab.autograd import empty_grad
 from dtensor_vocab.faults import coverage
 from dtensor_vocab.kernel import kernel
-from dtensor_vocab.layout import first_column, num_shards
+from dtensor_vocab.layout import Sizes, first_column, num_shards
 from dtensor_vocab.linear_blocks import (
     Blocks,
     LocalLogits,
@@ -29,6 +29,9 @@ from dtensor_vocab.linear_blocks import (
 )
 from dtensor_vocab.linear_logits import LinearLogits, Logits, needed, separate
 from dtensor_vocab.numerics import (
+    cap_slope,
+    capped_tokens,
+    columns_before,
     log_prob,
     masked_product,
     math_dtype,
@@ -43,7 +46,7 @@ from dtensor_vocab.operators import (
     operator,
     with_signature,
 )
-from dtensor_vocab.row_blocks import ByRow, chunked, flat, in_chunks
+from dtensor_vocab.row_blocks import ByRow, chunked, flat, in_chunks, tokens_by_chunk
 from dtensor_vocab.shard_stats import stats_operator
 
 __all__ = ["PairGradient", "cross_scale", "kl_div_stats", "log_probs", "merge_pair_sums"]
@@ -67,6 +70,7 @@ def kl_div_stats(
     vocab_start: Tensor | None,
     sizes: Sequence[int],
     cross: bool,
+    softcap: float | None = None,
 ) -> Tensor:
     """Statistics ``[1, *, S]`` of ``a, b [*, V_local]``: m_A, s_A, coverage, m_B, s_B, (c)."""
     stats = _new_stats(a, b, vocab_start, cross)
@@ -75,12 +79,12 @@ def kl_div_stats(
     by_row = ByRow(a, b)
     if by_row.count == 0:
         return stats
-    args = by_row(temperature), first_column(vocab_start), a.shape[-1], sizes, cross
+    args = by_row(temperature), first_column(vocab_start), a.shape[-1], sizes, cross, softcap
     return _shard_stats(*by_row.logits, *args).view(stats.shape)
 
 
 @kl_div_stats.register_fake
-def _(a, b, temperature, vocab_start, sizes, cross):
+def _(a, b, temperature, vocab_start, sizes, cross, softcap=None):
     return _new_stats(a, b, vocab_start, cross)
 
 
@@ -99,27 +103,29 @@ def cross_scale() -> float:
 
 
 @kernel
-def _shard_stats(a, b, temperature, start, width, sizes, cross):
+def _shard_stats(a, b, temperature, start, width, sizes, cross, softcap):
     dtype = math_dtype(a, b)
     a, b = (to_math(x, start, sizes, dtype) for x in flat(a, b))
+    tokens = columns_before(Sizes(*sizes).vocab_size, start, width, a.device)
     covered = coverage(a, None, temperature, start, width, sizes)
     if in_chunks(a):
         a, b = chunked(a, -torch.inf), chunked(b, -torch.inf)
         by_chunk = None if temperature is None else temperature.unsqueeze(-1)
-        sums = merge_pair_sums(*_sums(a, b, by_chunk, cross, a.dtype), temperature=temperature)
+        sums = _sums(a, b, by_chunk, cross, a.dtype, tokens_by_chunk(tokens, a), softcap)
+        sums = merge_pair_sums(*sums, temperature=temperature)
     else:
-        sums = _sums(a, b, temperature, cross, torch.float64)
+        sums = _sums(a, b, temperature, cross, torch.float64, tokens, softcap)
     m_a, s_a, m_b, s_b, *c = sums
     return torch.stack([m_a, s_a, covered, m_b, s_b, *c], -1)
 
 
-def _sums(a, b, temperature, cross, sum_dtype) -> list[Tensor]:
-    """m_A, s_A, m_B, s_B and, if ``cross``, c over the last dim."""
-    maximum_a, maximum_b = a.amax(-1), b.amax(-1)
-    x = rebase(a, maximum_a.unsqueeze(-1), None)
-    y = rebase(b, maximum_b.unsqueeze(-1), None)
-    mass = scaled(x, temperature).exp()
-    sums = [maximum_a, mass.sum(-1), maximum_b, scaled(y, temperature).exp().sum(-1)]
+def _sums(a, b, temperature, cross, sum_dtype, tokens, softcap) -> list[Tensor]:
+    """m_A, s_A, m_B, s_B and, if ``cross``, c over the last dim, of which ``tokens`` are tokens."""
+    a, maximum_a = capped_tokens(a, a.amax(-1, keepdim=True), tokens, softcap)
+    b, maximum_b = capped_tokens(b, b.amax(-1, keepdim=True), tokens, softcap)
+    x, y = rebase(a, maximum_a, None), rebase(b, maximum_b, None)
+    mass, mass_b = scaled(x, temperature).exp(), scaled(y, temperature).exp()
+    sums = [maximum_a.squeeze(-1), mass.sum(-1), maximum_b.squeeze(-1), mass_b.sum(-1)]
     if not cross:
         return sums
     # Where the mass underflows to 0, c is infinite if b alone masks the token. Halving the logits
@@ -162,11 +168,12 @@ def log_probs(
     temperature: Tensor | None,
     start: Tensor | int,
     sizes: Sequence[int],
+    softcap: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """log p of both, inside a kernel. ``norms`` starts with M and log S of ``a``, then of ``b``."""
     maximum_a, log_sum_a, maximum_b, log_sum_b = norms[..., :4].split(1, dim=-1)
     dtype = math_dtype(a, b)
-    x_a, x_b = (to_math(x, start, sizes, dtype) for x in flat(a, b))
+    x_a, x_b = (to_math(x, start, sizes, dtype, softcap=softcap) for x in flat(a, b))
     log_p_a = log_prob(x_a, maximum_a, log_sum_a, temperature)
     return log_p_a, log_prob(x_b, maximum_b, log_sum_b, temperature)
 
@@ -181,9 +188,11 @@ class PairGradient:
     """The gradient operators of an op on two softmaxes, declared by its formula.
 
     As the decorator ``@PairGradient("name")`` of ``gradients(grad, saved, log_p_a, log_p_b,
-    *options)``, which returns both gradients for temperature 1, it registers two operators:
+    *options)``, which returns both gradients of capped logits for temperature 1, it registers
+    two operators:
     ``name_backward_both``, and ``name_backward`` for one of the gradients. They take ``(grad,
-    saved, a, b, temperature, vocab_start, sizes, *options)``, and ``name_backward`` also ``to_a``.
+    saved, a, b, temperature, vocab_start, sizes, *options, softcap)``, and ``name_backward`` also
+    ``to_a``.
     ``saved [*, 5+]`` starts with M and log S of ``a``, M and log S of ``b``, and a value that is
     +inf where there is no gradient.
 
@@ -202,6 +211,7 @@ class PairGradient:
             "vocab_start": Tensor | None,
             "sizes": Sequence[int],
             **{p.name: p.annotation for p in options},
+            "softcap": float | None,
         }
         name, roles = f"{self._name}_backward", "rows, rows, logits, logits, rows, start"
         one = with_signature(self._new, name, {**args, "to_a": bool}, Tensor)
@@ -231,13 +241,18 @@ class PairGradient:
 
     def _make_kernels(self, gradients: Callable[..., tuple[Tensor, Tensor]]) -> None:
         def both(a, b, grad, saved, temperature, start, sizes, *options):
-            logs = log_probs(a, b, saved, temperature, start, sizes)
+            *options, softcap = options
+            logs = log_probs(a, b, saved, temperature, start, sizes, softcap)
             live = (grad != 0) & (saved[..., 4:5] != torch.inf)
             live = live & (saved[..., :1] != -torch.inf) & (saved[..., 2:3] != -torch.inf)
-            return tuple(
-                torch.where(live, scaled(gradient, temperature), 0).to(x.dtype)
-                for gradient, x in zip(gradients(grad, saved, *logs, *options), (a, b), strict=True)
-            )
+            results = []
+            for x, gradient in zip((a, b), gradients(grad, saved, *logs, *options), strict=True):
+                if softcap is not None:
+                    (given,) = flat(x)
+                    gradient = gradient * cap_slope(given.to(gradient.dtype), softcap)
+                gradient = torch.where(live, scaled(gradient, temperature), 0)
+                results.append(gradient.to(x.dtype))
+            return tuple(results)
 
         def one(*args):
             *args, to_a = args
@@ -309,7 +324,7 @@ def _in_autograd(
     backward_linear: torch.library.CustomOpDef,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """``keep`` and ``gradients`` for a ``PerToken`` with ``forward(a, b, temperature, vocab_start,
-    sizes, *options)``.
+    sizes, *options, softcap)``.
     """
     one, both, linear = map(overload, (backward, backward_both, backward_linear))
 

@@ -19,6 +19,7 @@ __all__ = [
     "in_blocks",
     "in_chunks",
     "stats_per_row",
+    "tokens_by_chunk",
 ]
 
 BLOCKS_TO_FILL_A_GPU = 256
@@ -114,6 +115,14 @@ def chunked(x: Tensor, filler: float) -> Tensor:
     missing = chunks * CHUNK_COLUMNS - x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, missing), value=filler)
     return padded.view(x.shape[0], chunks, CHUNK_COLUMNS)
+
+
+def tokens_by_chunk(tokens: Tensor, x: Tensor) -> Tensor:
+    """How many of the first ``tokens`` columns lie in each chunk of ``x [rows, chunks, C]``:
+    ``[chunks, 1]``.
+    """
+    first = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32) * CHUNK_COLUMNS
+    return (tokens - first).clamp(0, CHUNK_COLUMNS).unsqueeze(-1)
 
 
 def stats_per_row(stats: Tensor) -> Tensor:

@@ -26,12 +26,13 @@ def stats_operator(
     signature: str, combine: Callable[..., Sequence[Tensor]], covered: int | None
 ) -> Callable[[Callable[..., Tensor]], StatsOperator]:
     """Registers ``fn(logits.., rows.., vocab_start, sizes, *options) -> stats [1, *, S]`` as an
-    operator, and as ``<name>_linear`` its twin on ``LinearLogits``.
+    operator, and as ``<name>_linear`` its twin on ``LinearLogits``. The last option may be
+    ``softcap``.
 
     The twin calls ``fn`` for blocks of columns and merges their statistics by
-    ``combine(stats [rows, blocks, S], temperature, *options)``, which runs inside a kernel and
-    returns columns ``[rows]`` and ``[rows, K]`` of the result ``[rows, S]``. ``covered`` is the
-    position of the coverage among them, None if there is none.
+    ``combine(stats [rows, blocks, S], temperature, *options)``, which takes no ``softcap``, runs
+    inside a kernel and returns columns ``[rows]`` and ``[rows, K]`` of the result ``[rows, S]``.
+    ``covered`` is the position of the coverage among them, None if there is none.
     """
 
     def register(fn: Callable[..., Tensor]) -> StatsOperator:
@@ -56,6 +57,7 @@ class StatsOperator:
         roles = re.findall(r"\w+", signature.split("->")[0])
         self._fn = fn
         self._logits, self._tensors = roles.count("logits"), len(roles)
+        self._options = len(args) - len(roles) - 1 - ("softcap" in args)
         self._temperature = [*args].index("temperature") if "temperature" in args else None
         self._combine = _combine_kernel(combine, covered)
         names = [*args][: self._logits]
@@ -111,7 +113,8 @@ class StatsOperator:
             if blocks.by_columns and len(results) == 2:
                 temperature = self._temperature_of(values)
                 shard = first_column(vocab_start), columns, tuple(sizes)
-                results = [self._combine(*results, temperature, *shard, *options)]
+                of_merge = options[: self._options]
+                results = [self._combine(*results, temperature, *shard, *of_merge)]
         stats = torch.cat(results) if len(results) > 1 else results[0]
         return stats.view(1, *lead, stats.shape[-1])
 

@@ -35,6 +35,7 @@ from dtensor_vocab.ids import not_ignored, pick
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import Sizes, first_column, num_shards
 from dtensor_vocab.numerics import (
+    capped_tokens,
     columns_before,
     log_prob,
     masked_product,
@@ -46,12 +47,12 @@ from dtensor_vocab.numerics import (
     to_math,
 )
 from dtensor_vocab.row_blocks import (
-    CHUNK_COLUMNS,
     ByRow,
     chunked,
     flat,
     in_chunks,
     stats_per_row,
+    tokens_by_chunk,
 )
 from dtensor_vocab.shard_stats import stats_operator
 
@@ -79,6 +80,7 @@ def softmax_stats(
     sizes: Sequence[int],
     ignore_index: int | None,
     summed: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """Statistics ``[1, *, S]`` of ``logits [*, V_local]``: m, s, coverage, w, (t, n / N), picked.
 
@@ -91,12 +93,12 @@ def softmax_stats(
     if by_row.count == 0:
         return stats
     args = by_row(index), by_row(temperature), first_column(vocab_start), logits.shape[-1], sizes
-    shard = _shard_stats(*by_row.logits, *args, ignore_index, summed)
+    shard = _shard_stats(*by_row.logits, *args, ignore_index, summed, softcap)
     return shard.view(stats.shape)
 
 
 @softmax_stats.register_fake
-def _(logits, index, temperature, vocab_start, sizes, ignore_index, summed=False):
+def _(logits, index, temperature, vocab_start, sizes, ignore_index, summed=False, softcap=None):
     return _new_stats(logits, index, vocab_start, summed)
 
 
@@ -107,25 +109,25 @@ def _new_stats(logits, index, vocab_start, summed) -> Tensor:
 
 
 @kernel
-def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, summed):
+def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, summed, softcap):
     (logits,) = flat(logits)
     x = to_math(logits, start, sizes)
     covered = coverage(x, index, temperature, start, width, sizes, ignore_index)
     tokens = columns_before(Sizes(*sizes).vocab_size, start, width, x.device)
     sums = _sums_by_chunks if in_chunks(x) else _sums
-    m, s, w, *t = sums(x, temperature, tokens, sizes, summed)
+    m, s, w, *t = sums(x, temperature, tokens, sizes, summed, softcap)
     stats = [m, s, covered, w]
     if summed:
         share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
         stats += [t[0], share.expand(m.shape)]
     stats = [value.unsqueeze(-1) for value in stats]
-    picked = [] if index is None else [pick(logits, index, start, width)]
+    picked = [] if index is None else [pick(logits, index, start, width, softcap)]
     return torch.cat(stats + picked, -1)
 
 
-def _sums(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
+def _sums(x, temperature, tokens, sizes, summed, softcap) -> tuple[Tensor, ...]:
     """m, s, w and, if ``summed``, t over the last dim of ``x``, of which ``tokens`` are tokens."""
-    maximum = x.amax(-1, keepdim=True)
+    x, maximum = capped_tokens(x, x.amax(-1, keepdim=True), tokens, softcap)
     # torch.where comes after the sum: Inductor then recognises the sum as that of a softmax.
     shifted = scaled(x - maximum, temperature)
     mass = shifted.exp()
@@ -140,17 +142,16 @@ def _sums(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
     return maximum.squeeze(-1), total, w, t
 
 
-def _sums_by_chunks(x, temperature, tokens, sizes, summed) -> tuple[Tensor, ...]:
+def _sums_by_chunks(x, temperature, tokens, sizes, summed, softcap) -> tuple[Tensor, ...]:
     """The same as ``_sums``, by merging the sums of chunks of columns like those of shards."""
     x = chunked(x, -torch.inf)
     by_chunk = None if temperature is None else temperature.unsqueeze(-1)
-    if not summed:
-        return merge_softmax_sums(*_sums(x, by_chunk, None, sizes, False), temperature=temperature)
-    first = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32) * CHUNK_COLUMNS
-    tokens = (tokens - first).clamp(0, CHUNK_COLUMNS)
-    share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
-    m, s, w, t = _sums(x, by_chunk, tokens.unsqueeze(-1), sizes, True)
-    return merge_softmax_sums(m, s, w, t, share.expand(m.shape), temperature=temperature)
+    tokens = tokens_by_chunk(tokens, x)
+    m, s, w, *t = _sums(x, by_chunk, tokens, sizes, summed, softcap)
+    if summed:
+        share = tokens.squeeze(-1).to(x.dtype) / Sizes(*sizes).vocab_size
+        t.append(share.expand(m.shape))
+    return merge_softmax_sums(m, s, w, *t, temperature=temperature)
 
 
 # ---- merge of the shards
@@ -191,7 +192,8 @@ def merge_softmax(stats: Tensor, temperature: Tensor | None, summed: bool = Fals
     columns = [stats[..., i] for i in (0, 1, 3, *(4, 5)[: 2 * summed])]
     maximum, total, w, *t = merge_softmax_sums(*columns, temperature=temperature)
     log_sum = total.log()
-    entropy = log_sum - w / total  # never negative, since S >= 1 and W <= 0
+    # S >= 1 and W <= 0, but a cap may round the maximum and the other logits differently.
+    entropy = (log_sum - w / total).clamp_min(0)
     mean_log_p = t[0] - log_sum if summed else None
     picked = stats[..., 4 + 2 * summed :].sum(-2)
     log_p = log_prob(picked, maximum.unsqueeze(-1), log_sum.unsqueeze(-1), temperature)

@@ -30,7 +30,14 @@ from dtensor_vocab.linear_blocks import (
     empty_gradients,
 )
 from dtensor_vocab.linear_logits import LinearLogits, Logits, needed
-from dtensor_vocab.numerics import least_exponent, log_prob, scaled, to_math, without_padding
+from dtensor_vocab.numerics import (
+    cap_slope,
+    least_exponent,
+    log_prob,
+    scaled,
+    to_math,
+    without_padding,
+)
 from dtensor_vocab.operators import (
     linear_arguments,
     linear_signature,
@@ -60,8 +67,8 @@ class SoftmaxGradient:
     As the decorator ``@SoftmaxGradient("name")`` of ``coefficients(grad, saved, [index,] sizes,
     *options) -> Coefficients`` it registers ``name_backward`` and, if ``inplace``,
     ``name_backward_``, which writes in place of the logits. Both take ``(grad, saved, logits,
-    [index,] temperature, vocab_start, sizes, *options)``, where ``saved [*, 2+]`` starts with M and
-    log S.
+    [index,] temperature, vocab_start, sizes, *options, softcap)``, where ``saved [*, 2+]`` starts
+    with M and log S.
 
     The coefficients are computed inside the kernel, where values per row are ``[rows, K]``. A float
     option arrives as None if it is 0, and otherwise as a 0-d tensor, so that one kernel serves all
@@ -85,6 +92,7 @@ class SoftmaxGradient:
             "vocab_start": Tensor | None,
             "sizes": Sequence[int],
             **{p.name: p.annotation for p in parameters[len(self._ids) + 1 :]},
+            "softcap": float | None,
         }
         roles = ", ".join(["rows, rows, logits", *["rows" for _ in self._ids], "rows, start"])
         name, signature = f"{self._name}_backward", f"{roles} -> logits"
@@ -113,19 +121,20 @@ class SoftmaxGradient:
             return coefficients(grad, saved, *ids, sizes, *options)
 
         def at_columns(logits, grad, saved, index, temperature, start, sizes, *options):
+            *options, softcap = options
             terms = terms_of(grad, saved, index, sizes, *options)
-            return _at_columns(terms, *flat(logits), saved, temperature, start, sizes)
+            return _at_columns(terms, *flat(logits), saved, temperature, start, sizes, softcap)
 
-        def at_ids(logits, grad, saved, index, temperature, start, sizes, *options):
+        def at_ids(logits, grad, saved, index, temperature, start, sizes, *options, dtype=None):
+            *options, softcap = options
             terms = terms_of(grad, saved, index, sizes, *options)
-            args = *flat(logits), saved, index, temperature, start, sizes
-            return _at_ids(terms, *args, logits.dtype)
+            args = *flat(logits), saved, index, temperature, start, sizes, softcap
+            return _at_ids(terms, *args, dtype or logits.dtype)
 
-        def fp32_at_ids(logits, grad, saved, index, temperature, start, sizes, *options):
-            terms = terms_of(grad, saved, index, sizes, *options)
-            args = *flat(logits), saved, index, temperature, start, sizes
+        def fp32_at_ids(logits, grad, saved, index, temperature, start, *args):
+            args = logits, grad, saved, index, temperature, start, *args
             _, owned = local_ids(index, start, logits.shape[-1])
-            return *_at_ids(terms, *args, torch.float32), owned
+            return *at_ids(*args, dtype=torch.float32), owned
 
         def whole(logits, grad, saved, index, *args):
             gradient = at_columns(logits, grad, saved, index, *args)
@@ -217,7 +226,7 @@ def _in_autograd(
     backward_linear: torch.library.CustomOpDef,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """``keep`` and ``gradients`` for a ``PerToken`` with ``forward(logits, [index,] temperature,
-    vocab_start, sizes, *options, inplace_backward)``.
+    vocab_start, sizes, *options, softcap, inplace_backward)``.
     """
     tensors = 3 + ids
     new, linear = overload(backward), overload(backward_linear)
@@ -269,15 +278,18 @@ def _write(x: Tensor, entries: Iterable[tuple[Tensor, Tensor]]) -> None:
         first += len(column)
 
 
-def _at_columns(terms, logits, saved, temperature, start, sizes) -> Tensor:
-    x = to_math(logits, start, sizes)
+def _at_columns(terms, logits, saved, temperature, start, sizes, softcap) -> Tensor:
+    x = to_math(logits, start, sizes, softcap=softcap)
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     log_p = log_prob(x, saved[..., :1], saved[..., 1:2], temperature)
     gradient = _entry(terms, terms.a, log_p, column, start, sizes)
+    gradient = _before_softcap(gradient, logits, softcap)
     return _finish(terms, gradient, saved, temperature, logits.dtype)
 
 
-def _at_ids(terms, logits, saved, index, temperature, start, sizes, dtype) -> tuple[Tensor, Tensor]:
+def _at_ids(
+    terms, logits, saved, index, temperature, start, sizes, softcap, dtype
+) -> tuple[Tensor, Tensor]:
     """The columns of the ids and the entries there in ``dtype``, both ``[rows, K]``.
 
     Computing these entries separately needs no ``[rows, V_local]`` buffer, rounds each entry once
@@ -285,7 +297,8 @@ def _at_ids(terms, logits, saved, index, temperature, start, sizes, dtype) -> tu
     with a ``c`` of 0, and so yields the entry that this column has anyway.
     """
     local, owned = local_ids(index, start, logits.shape[-1])
-    x = to_math(logits.gather(-1, local), start, sizes, column=local)
+    picked = logits.gather(-1, local)
+    x = to_math(picked, start, sizes, column=local, softcap=softcap)
     slope, maximum, log_sum = terms.a, saved[..., :1], saved[..., 1:2]
     c = torch.where(owned, terms.c, 0)
     if terms.at_index is None:
@@ -299,7 +312,8 @@ def _at_ids(terms, logits, saved, index, temperature, start, sizes, dtype) -> tu
         log_sum = torch.where(named, norm[..., 1:], log_sum)
     log_p = log_prob(x, maximum, log_sum, temperature)
     gradient = _entry(terms, slope, log_p, local, start, sizes)
-    values = _finish(terms, gradient + c, saved, temperature, dtype)
+    gradient = _before_softcap(gradient + c, picked, softcap)
+    values = _finish(terms, gradient, saved, temperature, dtype)
     return local if local.device.type != "cpu" else local.to(torch.int32), values
 
 
@@ -313,6 +327,11 @@ def _entry(terms, slope, log_p, column, start, sizes) -> Tensor:
     if terms.u is None:
         return gradient
     return gradient + without_padding(terms.u, 0, start, sizes, column)
+
+
+def _before_softcap(gradient, logits, softcap) -> Tensor:
+    """The gradient of the logits from that of the capped logits."""
+    return gradient if softcap is None else gradient * cap_slope(logits.to(gradient.dtype), softcap)
 
 
 def _finish(terms, gradient, saved, temperature, dtype) -> Tensor:

@@ -50,7 +50,11 @@ class Op:
     def oracle(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
         # The option changes the memory of the gradient, not its values.
         options.pop("inplace_backward", None)
+        c = options.pop("softcap", None)
         inputs = _joined(self.arguments, inputs, F.linear)
+        if c is not None:
+            count = len(self.logits)  # They come first.
+            inputs[:count] = [c * torch.tanh(x / c) for x in inputs[:count]]
         return _as_tuple(getattr(oracle, self.name)(*inputs, **{**self.options, **options}))
 
     def with_options(self, **options: Any) -> Op:

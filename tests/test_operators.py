@@ -97,6 +97,8 @@ def bfloat16(op: Op) -> None:
     options = {} if op.name == "argmax" else {"temperature": 0.5}
     if op.name in ("entropy", "kl_div"):
         options["vocab_size"] = 9
+    else:
+        options["softcap"] = 5.0
     in_all_ways(op, lambda: draw(op, dtype=torch.bfloat16), **options)
 
 

@@ -436,6 +436,7 @@ class Float32:
         ("logprobs", "vocab_size", Int64(9)),
         ("logprobs", "ignore_index", Int64(3)),
         ("logprobs", "temperature", Float32(0.5)),
+        ("logprobs", "softcap", Float32(0.5)),
         ("topk_logprobs", "k", Int64(2)),
         ("topk_kl_div", "ignore_index", Int64(3)),
         ("cross_entropy", "label_smoothing", Float32(0.25)),

@@ -281,6 +281,7 @@ TESTED = [
     )
 ]
 """Ops with kernels of their own."""
+TESTED += [OP[name].with_options(softcap=30.0) for name in ("logprobs", "kl_div")]
 LINEAR = OP["logprobs"].linear()
 BLOCKS = 8
 """The number of its blocks of columns, of 32 MiB or less."""
@@ -361,7 +362,8 @@ def main() -> None:
     run_operators_on_fake_tensors()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh("cuda", (2,))
-    for op in [op for op in [*OPS, LINEAR] if str(op) in sys.argv[1:]] or [*OPS, LINEAR]:
+    all_ops = [*OPS, *TESTED[-2:], LINEAR]
+    for op in [op for op in all_ops if str(op) in sys.argv[1:]] or all_ops:
         with MODE, Watch():
             print(json.dumps(call_twice(op, applied)), flush=True)
             if op in SHARDED:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtensor_vocab.checks import check_logits
+from dtensor_vocab.checks import check_logits, check_softcap
 from dtensor_vocab.faults import assert_no_faults, coverage, passed_checks
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
@@ -101,7 +101,9 @@ def _merged(stats):
     return ids.to(torch.int64), passed_checks(covered)
 
 
-def argmax(logits: Logits, *, vocab_size: int | None = None) -> Tensor:
+def argmax(
+    logits: Logits, *, vocab_size: int | None = None, softcap: float | None = None
+) -> Tensor:
     """The id of the largest logit of each row; the lowest where several tie.
 
     Same as ``logits.argmax(-1)`` on the full vocabulary, with ties resolved to the lowest id. The
@@ -111,6 +113,7 @@ def argmax(logits: Logits, *, vocab_size: int | None = None) -> Tensor:
         logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
         vocab_size: number of columns that are tokens. The columns after them are padding, which is
             never chosen. Default: V.
+        softcap: like that of :func:`logprobs`. It changes no id, since the tanh keeps the order.
 
     Returns:
         ids ``[*]``, int64; placed like the result of :func:`entropy`.
@@ -130,4 +133,5 @@ def argmax(logits: Logits, *, vocab_size: int | None = None) -> Tensor:
             collective; the host does not wait for it.
     """
     logits, vocabulary = check_logits("argmax", logits, vocab_size)
+    check_softcap("argmax", softcap, logits)
     return gather_and_merge(argmax_merge, argmax_stats(logits, *vocabulary))

@@ -19,6 +19,7 @@ from dtensor_vocab.checks import (
     check_ignore_index,
     check_inplace_backward,
     check_logits,
+    check_softcap,
     check_temperature,
     check_weight,
     placed_by_row,
@@ -168,11 +169,12 @@ class _CrossEntropy(PerToken):
         ignore_index,
         label_smoothing,
         z_loss,
+        softcap,
         reduction,
         inplace_backward,
     ):
         args = logits, target, temperature, vocab_start, sizes, ignore_index
-        stats = softmax_stats(*args, label_smoothing > 0)
+        stats = softmax_stats(*args, label_smoothing > 0, softcap)
         options = sizes[-1], ignore_index, label_smoothing, z_loss, reduction == "none"
         loss, counts, saved = gather_and_merge(
             cross_entropy_merge, stats, target, temperature, *options
@@ -204,6 +206,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
     """Cross-entropy with optional label smoothing and z-loss.
@@ -224,7 +227,7 @@ def cross_entropy(
             target is not ignored.
         label_smoothing: 0 <= ε <= 1.
         z_loss: ζ >= 0.
-        temperature, vocab_size, inplace_backward: like those of :func:`logprobs`.
+        temperature, vocab_size, softcap, inplace_backward: like those of :func:`logprobs`.
 
     Returns:
         fp32 (fp64 for fp64 logits). ``"none"`` returns ``[*]``, placed like the result of
@@ -259,6 +262,7 @@ def cross_entropy(
     check_inplace_backward(name, inplace_backward, logits)
     label_smoothing = check_weight(name, label_smoothing, "label_smoothing", 1)
     z_loss = check_weight(name, z_loss, "z_loss")
+    softcap = check_softcap(name, softcap, logits)
     target, temperatures = placed_by_row(logits, target, temperatures)
     loss, *_ = _CrossEntropy.call(
         logits,
@@ -268,6 +272,7 @@ def cross_entropy(
         ignore_index,
         label_smoothing,
         z_loss,
+        softcap,
         reduction,
         inplace_backward,
     )

@@ -14,6 +14,7 @@ from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import (
     check_inplace_backward,
     check_logits,
+    check_softcap,
     check_temperature,
     placed_by_row,
 )
@@ -66,8 +67,9 @@ class _Entropy(PerToken):
     function, gradient = "entropy", _gradient
 
     @staticmethod
-    def forward(logits, temperature, vocab_start, sizes, inplace_backward):
-        stats = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
+    def forward(logits, temperature, vocab_start, sizes, softcap, inplace_backward):
+        args = logits, None, temperature, vocab_start, sizes, None
+        stats = softmax_stats(*args, False, softcap)
         return gather_and_merge(entropy_merge, stats, temperature)
 
 
@@ -76,6 +78,7 @@ def entropy(
     *,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
     """Entropy of the softmax of ``logits``, in nats.
@@ -94,6 +97,7 @@ def entropy(
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
+        softcap: like that of :func:`logprobs`.
         inplace_backward: like that of :func:`logprobs`.
 
     Returns:
@@ -129,4 +133,5 @@ def entropy(
     temperatures = check_temperature("entropy", temperature, logits)
     check_inplace_backward("entropy", inplace_backward, logits)
     (temperatures,) = placed_by_row(logits, temperatures)
-    return _Entropy.call(logits, temperatures, *vocabulary, inplace_backward)[0]
+    options = check_softcap("entropy", softcap, logits), inplace_backward
+    return _Entropy.call(logits, temperatures, *vocabulary, *options)[0]

@@ -21,6 +21,7 @@ from torch import Tensor
 from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import (
     check_logits,
+    check_softcap,
     check_teacher,
     check_temperature,
     check_weight,
@@ -77,13 +78,14 @@ def js_div_stats(
     vocab_start: Tensor | None,
     sizes: Sequence[int],
     beta: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """A shard's terms ``[1, *, 2]`` of KL(s || m) and KL(t || m)."""
     stats = _new_stats(student, norms, vocab_start)
     if student.numel() == 0:
         return stats.zero_()
     by_row = ByRow(student, teacher)
-    args = by_row(norms), by_row(temperature), first_column(vocab_start), sizes, beta
+    args = by_row(norms), by_row(temperature), first_column(vocab_start), sizes, beta, softcap
     return _terms(*by_row.logits, *args).view(stats.shape)
 
 
@@ -97,8 +99,8 @@ def _new_stats(student, norms, vocab_start) -> Tensor:
 
 
 @kernel
-def _terms(student, teacher, norms, temperature, start, sizes, beta):
-    logs = log_probs(student, teacher, norms, temperature, start, sizes)
+def _terms(student, teacher, norms, temperature, start, sizes, beta, softcap):
+    logs = log_probs(student, teacher, norms, temperature, start, sizes, softcap)
     s, log_s_m, t, log_t_m = _ratios(*logs, beta)
     return torch.stack([sum_in_fp64(s * log_s_m), sum_in_fp64(t * log_t_m)], -1)
 
@@ -167,10 +169,11 @@ class _JSDiv(PerToken):
     function, gradient, num_logits = "js_div", _gradient, 2
 
     @staticmethod
-    def forward(student, teacher, temperature, vocab_start, sizes, beta):
-        stats = kl_div_stats(student, teacher, temperature, vocab_start, sizes, False)
+    def forward(student, teacher, temperature, vocab_start, sizes, beta, softcap):
+        vocabulary = vocab_start, sizes
+        stats = kl_div_stats(student, teacher, temperature, *vocabulary, False, softcap)
         norms = gather_and_merge(js_div_normalize, stats, temperature)
-        terms = js_div_stats(student, teacher, norms, temperature, vocab_start, sizes, beta)
+        terms = js_div_stats(student, teacher, norms, temperature, *vocabulary, beta, softcap)
         return gather_and_merge(js_div_merge, terms, norms, beta)
 
 
@@ -181,6 +184,7 @@ def js_div(
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence of the softmaxes of two logits.
 
@@ -206,6 +210,7 @@ def js_div(
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
+        softcap: like that of :func:`logprobs`.
 
     Returns:
         ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits; gradients,
@@ -232,10 +237,11 @@ def js_div(
     student, vocabulary = check_logits("js_div", student, vocab_size, "student")
     teacher = check_teacher("js_div", teacher, student)
     temperatures = check_temperature("js_div", temperature, student)
+    softcap = check_softcap("js_div", softcap, student)
     (temperatures,) = placed_by_row(student, temperatures)
     if beta in (0, 1):  # The formula is 0 there; by convention the result is a KL divergence.
         a, b = (student, teacher) if beta == 1 else (teacher, student)
-        return KLDiv.call(a, b, temperatures, *vocabulary, "js_div")[0]
+        return KLDiv.call(a, b, temperatures, *vocabulary, softcap, "js_div")[0]
     if beta > 0.5:  # Swap the two: the divergence is the same, and _ratios needs β <= 1/2.
         student, teacher, beta = teacher, student, 1 - beta
-    return _JSDiv.call(student, teacher, temperatures, *vocabulary, beta)[0]
+    return _JSDiv.call(student, teacher, temperatures, *vocabulary, beta, softcap)[0]

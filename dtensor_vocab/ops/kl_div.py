@@ -22,6 +22,7 @@ from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import (
     check_bool,
     check_logits,
+    check_softcap,
     check_teacher,
     check_temperature,
     placed_by_row,
@@ -81,8 +82,8 @@ class KLDiv(PerToken):
     function, gradient, num_logits = "kl_div", _gradient, 2
 
     @staticmethod
-    def forward(a, b, temperature, vocab_start, sizes, function):
-        stats = kl_div_stats(a, b, temperature, vocab_start, sizes, True)
+    def forward(a, b, temperature, vocab_start, sizes, softcap, function):
+        stats = kl_div_stats(a, b, temperature, vocab_start, sizes, True, softcap)
         return gather_and_merge(kl_div_merge, stats, temperature, function)
 
     @staticmethod
@@ -98,6 +99,7 @@ def kl_div(
     reverse: bool = False,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Kullback-Leibler divergence of the softmaxes of two logits, over the whole vocabulary.
 
@@ -120,6 +122,7 @@ def kl_div(
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
+        softcap: like that of :func:`logprobs`.
 
     Returns:
         ``[*]``, fp32 (fp64 if either is), never negative, exactly 0 for equal logits. Each input
@@ -156,6 +159,7 @@ def kl_div(
     student, vocabulary = check_logits("kl_div", student, vocab_size, "student")
     teacher = check_teacher("kl_div", teacher, student)
     temperatures = check_temperature("kl_div", temperature, student)
+    softcap = check_softcap("kl_div", softcap, student)
     (temperatures,) = placed_by_row(student, temperatures)
     a, b = (student, teacher) if reverse else (teacher, student)
-    return KLDiv.call(a, b, temperatures, *vocabulary, "kl_div")[0]
+    return KLDiv.call(a, b, temperatures, *vocabulary, softcap, "kl_div")[0]

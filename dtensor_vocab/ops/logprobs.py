@@ -16,6 +16,7 @@ from dtensor_vocab.checks import (
     check_ignore_index,
     check_inplace_backward,
     check_logits,
+    check_softcap,
     check_temperature,
     placed_by_row,
 )
@@ -61,8 +62,11 @@ class _Logprobs(PerToken):
     function, gradient = "logprobs", logprobs_gradient
 
     @staticmethod
-    def forward(logits, index, temperature, vocab_start, sizes, ignore_index, inplace_backward):
-        stats = softmax_stats(logits, index, temperature, vocab_start, sizes, ignore_index)
+    def forward(
+        logits, index, temperature, vocab_start, sizes, ignore_index, softcap, inplace_backward
+    ):
+        args = logits, index, temperature, vocab_start, sizes, ignore_index
+        stats = softmax_stats(*args, False, softcap)
         options = sizes[-1], ignore_index
         return gather_and_merge(logprobs_merge, stats, index, temperature, *options)
 
@@ -74,6 +78,7 @@ def logprobs(
     ignore_index: int | None = -100,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
     """Log-probabilities of given tokens: log softmax of ``logits``, at ``index``.
@@ -96,6 +101,9 @@ def logprobs(
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0, and ids of padding are out of range. Default: V.
+        softcap: a positive float c puts ``c tanh(x / c)`` in place of every logit x, before the
+            temperature. A logit of -inf then counts as -c; padding keeps probability 0. Default:
+            no cap.
         inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
             for its own backward then raises autograd's "modified by an inplace operation". Has no
             effect under ``torch.compile`` and ``torch.func``, where the gradient is a new tensor.
@@ -135,6 +143,5 @@ def logprobs(
     temperatures = check_temperature("logprobs", temperature, logits)
     check_inplace_backward("logprobs", inplace_backward, logits)
     index, temperatures = placed_by_row(logits, index, temperatures)
-    return _Logprobs.call(logits, index, temperatures, *vocabulary, ignore_index, inplace_backward)[
-        0
-    ]
+    options = ignore_index, check_softcap("logprobs", softcap, logits), inplace_backward
+    return _Logprobs.call(logits, index, temperatures, *vocabulary, *options)[0]

@@ -13,6 +13,7 @@ from dtensor_vocab.checks import (
     check_ignore_index,
     check_inplace_backward,
     check_logits,
+    check_softcap,
     check_temperature,
     placed_by_row,
 )
@@ -69,8 +70,11 @@ class _LogprobsAndEntropy(PerToken):
     function, gradient = "logprobs_and_entropy", _gradient
 
     @staticmethod
-    def forward(logits, index, temperature, vocab_start, sizes, ignore_index, inplace_backward):
-        stats = softmax_stats(logits, index, temperature, vocab_start, sizes, ignore_index)
+    def forward(
+        logits, index, temperature, vocab_start, sizes, ignore_index, softcap, inplace_backward
+    ):
+        args = logits, index, temperature, vocab_start, sizes, ignore_index
+        stats = softmax_stats(*args, False, softcap)
         options = sizes[-1], ignore_index
         return gather_and_merge(logprobs_and_entropy_merge, stats, index, temperature, *options)
 
@@ -82,6 +86,7 @@ def logprobs_and_entropy(
     ignore_index: int | None = -100,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(logprobs(logits, index), entropy(logits))`` from one read of the logits.
@@ -93,7 +98,7 @@ def logprobs_and_entropy(
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, like those of :func:`logprobs`.
         ignore_index: ids equal to it give log-probability 0 and no gradient. The entropy of
             their rows is computed nevertheless.
-        temperature, vocab_size, inplace_backward: like those of :func:`logprobs`.
+        temperature, vocab_size, softcap, inplace_backward: like those of :func:`logprobs`.
 
     Returns:
         log-probabilities, shaped as ``index``, and entropies ``[*]``; dtype and placements like
@@ -111,9 +116,8 @@ def logprobs_and_entropy(
     temperatures = check_temperature(name, temperature, logits)
     check_inplace_backward(name, inplace_backward, logits)
     index, temperatures = placed_by_row(logits, index, temperatures)
-    both, _ = _LogprobsAndEntropy.call(
-        logits, index, temperatures, *vocabulary, ignore_index, inplace_backward
-    )
+    options = ignore_index, check_softcap(name, softcap, logits), inplace_backward
+    both, _ = _LogprobsAndEntropy.call(logits, index, temperatures, *vocabulary, *options)
     log_p = both[..., :-1] if index.dim() == logits.dim() else both[..., 0]
     results = log_p, both[..., -1]
     return tuple(x.clone(memory_format=torch.contiguous_format) for x in results)

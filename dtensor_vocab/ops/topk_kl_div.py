@@ -27,6 +27,7 @@ from dtensor_vocab.checks import (
     check_ignore_index,
     check_logits,
     check_logprobs,
+    check_softcap,
     check_temperature,
     placed_by_row,
 )
@@ -36,6 +37,7 @@ from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
 from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import (
+    capped,
     math_dtype,
     merge_norms,
     rebase,
@@ -66,6 +68,7 @@ def topk_kl_div_stats(
     vocab_start: Tensor | None,
     sizes: Sequence[int],
     ignore_index: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """m and s over a shard's tail, then its ``softmax_stats``: ``[1, *, 6 + K]``."""
     stats = _new_stats(student, ids, vocab_start)
@@ -80,8 +83,11 @@ def topk_kl_div_stats(
         student.shape[-1],
         sizes,
         ignore_index,
+        softcap,
     )
     block = TAIL_BLOCK if logits.device.type == "cpu" else TAIL_BLOCK_ON_GPUS
+    if softcap is not None:
+        block //= 2  # The copy is in the dtype of the math.
     shard = in_blocks(_shard_stats, (logits, *args), block // logits.shape[-1])
     return shard.view(stats.shape)
 
@@ -104,8 +110,10 @@ cache keeps."""
 
 
 @kernel
-def _shard_stats(x, ids, temperature, start, width, sizes, ignore_index):
+def _shard_stats(x, ids, temperature, start, width, sizes, ignore_index, softcap):
     (x,) = flat(x)
+    if softcap is not None:
+        x = capped(x.to(math_dtype(x)), softcap)
     local, owned = local_ids(ids, start, width)
     owned = owned & not_ignored(ids, ignore_index)
     (count,) = sum_equal(local, owned.to(math_dtype(x)))
@@ -254,10 +262,19 @@ class _TopkKLDiv(PerToken):
 
     @staticmethod
     def forward(
-        student, teacher_logprobs, ids, temperature, vocab_start, sizes, ignore_index, reverse, tail
+        student,
+        teacher_logprobs,
+        ids,
+        temperature,
+        vocab_start,
+        sizes,
+        ignore_index,
+        softcap,
+        reverse,
+        tail,
     ):
-        stats = topk_kl_div_stats if tail else softmax_stats
-        stats = stats(student, ids, temperature, vocab_start, sizes, ignore_index)
+        args = student, ids, temperature, vocab_start, sizes, ignore_index
+        stats = topk_kl_div_stats(*args, softcap) if tail else softmax_stats(*args, False, softcap)
         options = sizes[-1], ignore_index, reverse, tail
         values = teacher_logprobs, ids, temperature
         return gather_and_merge(topk_kl_div_merge, stats, *values, *options)
@@ -289,6 +306,7 @@ def topk_kl_div(
     ignore_index: int | None = -100,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The terms of a KL divergence on K tokens that the teacher selects.
 
@@ -316,6 +334,7 @@ def topk_kl_div(
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0, and ids of padding are out of range. Default: V.
+        softcap: like that of :func:`logprobs`.
 
     Returns:
         ``[*]``, fp32 (fp64 for fp64 logits), never negative with ``tail``; placed like the result
@@ -350,6 +369,7 @@ def topk_kl_div(
     teacher_logprobs = check_logprobs(name, teacher_logprobs, ids, student)
     ignore_index = check_ignore_index(name, ignore_index)
     temperatures = check_temperature(name, temperature, student)
+    softcap = check_softcap(name, softcap, student)
     rows = placed_by_row(student, teacher_logprobs, ids, temperatures)
-    options = ignore_index, reverse, tail
+    options = ignore_index, softcap, reverse, tail
     return _TopkKLDiv.call(student, *rows, *vocabulary, *options)[0]

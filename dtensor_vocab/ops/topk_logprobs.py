@@ -15,6 +15,7 @@ from dtensor_vocab.autograd import PerToken
 from dtensor_vocab.checks import (
     check_k,
     check_logits,
+    check_softcap,
     check_temperature,
     placed_by_row,
 )
@@ -22,7 +23,7 @@ from dtensor_vocab.faults import assert_no_faults
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import first_column, gather_and_merge
 from dtensor_vocab.linear_logits import Logits
-from dtensor_vocab.numerics import log_prob, math_dtype, without_padding
+from dtensor_vocab.numerics import capped, log_prob, math_dtype, without_padding
 from dtensor_vocab.operators import operator
 from dtensor_vocab.ops.logprobs import logprobs_gradient
 from dtensor_vocab.row_blocks import ByRow, flat, in_blocks, stats_per_row
@@ -53,9 +54,10 @@ def topk_logprobs_stats(
     vocab_start: Tensor | None,
     sizes: Sequence[int],
     k: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """A shard's ``softmax_stats``, its K largest logits and their ids: ``[1, *, 4 + 2 K]``."""
-    softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
+    softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None, False, softcap)
     by_row = ByRow(logits)
     if by_row.count == 0 or k == 0:
         return softmax.new_empty((*softmax.shape[:-1], 4 + 2 * k)) if k > 0 else softmax
@@ -66,7 +68,7 @@ def topk_logprobs_stats(
 
 
 @topk_logprobs_stats.register_fake
-def _(logits, temperature, vocab_start, sizes, k):
+def _(logits, temperature, vocab_start, sizes, k, softcap=None):
     softmax = softmax_stats(logits, None, temperature, vocab_start, sizes, None)
     return softmax.new_empty((*softmax.shape[:-1], 4 + 2 * k))
 
@@ -139,13 +141,13 @@ def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator("gathered, rows -> rows, rows, rows, rows")
 def topk_logprobs_merge(
-    stats: Tensor, temperature: Tensor | None, k: int
+    stats: Tensor, temperature: Tensor | None, k: int, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``stats [shards, *, S]`` to log p and ids ``[*, K]``, a copy of the ids for backward, int32,
     since the caller may edit the others, and (M, log S) ``[*, 2]``.
     """
     temperatures = ByRow(stats[0])(temperature)
-    *results, saved, passed = _merged(stats_per_row(stats), temperatures, k)
+    *results, saved, passed = _merged(stats_per_row(stats), temperatures, k, softcap)
     assert_no_faults("topk_logprobs", passed, temperature is not None)
     lead = stats.shape[1:-1]
     log_p, ids, kept = (x.view(*lead, k) for x in results)
@@ -153,14 +155,14 @@ def topk_logprobs_merge(
 
 
 @topk_logprobs_merge.register_fake
-def _(stats, temperature, k):
+def _(stats, temperature, k, softcap=None):
     lead = stats.shape[1:-1]
     ids = stats.new_empty((*lead, k), dtype=torch.int64)
     return stats.new_empty((*lead, k)), ids, ids.int(), stats.new_empty((*lead, 2))
 
 
 @merge_kernel
-def _merged(stats, temperature, k):
+def _merged(stats, temperature, k, softcap):
     softmax = merge_softmax(stats[..., :4], temperature)
     saved = torch.stack([softmax.maximum, softmax.log_sum], -1)
     values, ids = stats[..., 4 : 4 + k], stats[..., 4 + k :]
@@ -168,7 +170,7 @@ def _merged(stats, temperature, k):
         values, ids = values.squeeze(1), ids.squeeze(1)
     else:
         values, ids = (x[..., :k] for x in _ordered(values.flatten(-2), ids.flatten(-2)))
-    log_p = log_prob(values, saved[..., :1], saved[..., 1:], temperature)
+    log_p = log_prob(capped(values, softcap), saved[..., :1], saved[..., 1:], temperature)
     return log_p, ids.to(torch.int64), ids.to(torch.int32), saved, softmax.passed
 
 
@@ -176,14 +178,14 @@ class _TopkLogprobs(PerToken):
     function, gradient = "topk_logprobs", logprobs_gradient
 
     @staticmethod
-    def forward(logits, temperature, vocab_start, sizes, k):
-        stats = topk_logprobs_stats(logits, temperature, vocab_start, sizes, k)
-        return gather_and_merge(topk_logprobs_merge, stats, temperature, k)
+    def forward(logits, temperature, vocab_start, sizes, softcap, k):
+        stats = topk_logprobs_stats(logits, temperature, vocab_start, sizes, k, softcap)
+        return gather_and_merge(topk_logprobs_merge, stats, temperature, k, softcap)
 
     @staticmethod
     def keep(ctx, inputs, outputs):
-        logits, *inputs, _ = inputs
-        options = None, False  # ignore_index, inplace_backward
+        logits, *inputs, softcap, _ = inputs
+        options = None, softcap, False  # ignore_index, softcap, inplace_backward
         return logprobs_gradient.keep(ctx, (logits, outputs[2], *inputs, *options), outputs)
 
 
@@ -193,6 +195,7 @@ def topk_logprobs(
     *,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and ids of the ``k`` likeliest tokens of each row.
 
@@ -210,6 +213,7 @@ def topk_logprobs(
             the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
+        softcap: like that of :func:`logprobs`.
 
     Returns:
         log-probabilities ``[*, k]``, fp32 (fp64 for fp64 logits), and ids ``[*, k]``, int64;
@@ -233,6 +237,7 @@ def topk_logprobs(
     logits, vocabulary = check_logits("topk_logprobs", logits, vocab_size)
     k = check_k("topk_logprobs", k, vocabulary)
     temperatures = check_temperature("topk_logprobs", temperature, logits)
+    softcap = check_softcap("topk_logprobs", softcap, logits)
     (temperatures,) = placed_by_row(logits, temperatures)
-    log_p, ids, *_ = _TopkLogprobs.call(logits, temperatures, *vocabulary, k)
+    log_p, ids, *_ = _TopkLogprobs.call(logits, temperatures, *vocabulary, softcap, k)
     return log_p, ids
