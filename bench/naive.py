@@ -22,6 +22,11 @@ def logprobs(logits: Tensor, index: Tensor, ignore_index: int = -100) -> Tensor:
     return _at(log_softmax(logits), index, ignore_index)
 
 
+def capped_logprobs(logits: Tensor, index: Tensor, softcap: float) -> Tensor:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return logprobs(softcap * torch.tanh(wide / softcap), index)
+
+
 def _at(log_p: Tensor, index: Tensor, ignore_index: int) -> Tensor:
     ignored = index == ignore_index
     ids = index.masked_fill(ignored, 0)
@@ -69,6 +74,13 @@ def topk_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
+
+
+def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws a token by the Gumbel trick."""
+    log_p = log_softmax(logits)
+    ids = (log_p - torch.empty_like(log_p).exponential_().log()).argmax(-1)
+    return ids, _at(log_p, ids, -1)
 
 
 def topk_kl_div(student: Tensor, teacher_logprobs: Tensor, teacher_ids: Tensor) -> Tensor:

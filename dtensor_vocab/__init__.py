@@ -8,6 +8,7 @@ from dtensor_vocab.ops.js_div import js_div
 from dtensor_vocab.ops.kl_div import kl_div
 from dtensor_vocab.ops.logprobs import logprobs
 from dtensor_vocab.ops.logprobs_and_entropy import logprobs_and_entropy
+from dtensor_vocab.ops.sample import sample
 from dtensor_vocab.ops.topk_kl_div import topk_kl_div
 from dtensor_vocab.ops.topk_logprobs import topk_logprobs
 
@@ -20,6 +21,7 @@ __all__ = [
     "kl_div",
     "logprobs",
     "logprobs_and_entropy",
+    "sample",
     "topk_kl_div",
     "topk_logprobs",
 ]

@@ -34,11 +34,13 @@ __all__ = [
     "check_k",
     "check_logits",
     "check_logprobs",
+    "check_seed",
     "check_softcap",
     "check_teacher",
     "check_temperature",
     "check_weight",
     "placed_by_row",
+    "row_numbers",
     "saveable",
 ]
 
@@ -418,6 +420,29 @@ def check_softcap(function: str, softcap: float | None, logits: Logits) -> float
             f"got {softcap}"
         )
     return float(softcap)
+
+
+def check_seed(function: str, seed: int | Tensor, logits: Logits) -> Tensor:
+    """Checks a seed. Returns it as an int64 tensor ``[]``."""
+    if not isinstance(seed, Tensor):
+        number = _check_int(function, seed, "seed", "an int or a Tensor")
+        if isinstance(number, int) and not -(2**63) <= number < 2**63:
+            raise ValueError(f"{function}: expected seed to fit in 64 bits, got {number}")
+        scalar = torch.full((), number, dtype=torch.int64, device=logits.device)
+        return _replicated(scalar, logits) if is_dtensor(logits) else scalar
+    _check_tensor(function, seed, "seed")
+    if seed.dtype != torch.int64:
+        raise TypeError(f"{function}: expected seed of dtype int64, got {seed.dtype}")
+    if seed.dim() != 0:
+        raise ValueError(f"{function}: expected seed of shape [], got {list(seed.shape)}")
+    return check_row_values(function, seed, logits, "seed", one_for_all=True)
+
+
+def row_numbers(logits: Logits) -> Tensor:
+    """The position of each row among all rows, ``[*]``, replicated if the logits are on a mesh."""
+    lead = logits.shape[:-1]
+    numbers = torch.arange(math.prod(lead), device=logits.device).view(lead)
+    return _replicated(numbers, logits) if is_dtensor(logits) else numbers
 
 
 def check_row_values(

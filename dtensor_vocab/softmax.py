@@ -56,7 +56,14 @@ from dtensor_vocab.row_blocks import (
 )
 from dtensor_vocab.shard_stats import stats_operator
 
-__all__ = ["Softmax", "combine_softmax", "merge_at_ids", "merge_softmax", "softmax_stats"]
+__all__ = [
+    "Softmax",
+    "combine_softmax",
+    "merge_at_ids",
+    "merge_softmax",
+    "softmax_stats",
+    "softmax_sums",
+]
 
 
 # ---- statistics of a shard
@@ -114,8 +121,7 @@ def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, 
     x = to_math(logits, start, sizes)
     covered = coverage(x, index, temperature, start, width, sizes, ignore_index)
     tokens = columns_before(Sizes(*sizes).vocab_size, start, width, x.device)
-    sums = _sums_by_chunks if in_chunks(x) else _sums
-    m, s, w, *t = sums(x, temperature, tokens, sizes, summed, softcap)
+    m, s, w, *t = softmax_sums(x, temperature, tokens, sizes, summed, softcap)
     stats = [m, s, covered, w]
     if summed:
         share = tokens.to(x.dtype) / Sizes(*sizes).vocab_size
@@ -123,6 +129,12 @@ def _shard_stats(logits, index, temperature, start, width, sizes, ignore_index, 
     stats = [value.unsqueeze(-1) for value in stats]
     picked = [] if index is None else [pick(logits, index, start, width, softcap)]
     return torch.cat(stats + picked, -1)
+
+
+def softmax_sums(x, temperature, tokens, sizes, summed, softcap) -> tuple[Tensor, ...]:
+    """m, s, w and, if ``summed``, t of ``x [rows, V_local]``, of which ``tokens`` are tokens."""
+    sums = _sums_by_chunks if in_chunks(x) else _sums
+    return sums(x, temperature, tokens, sizes, summed, softcap)
 
 
 def _sums(x, temperature, tokens, sizes, summed, softcap) -> tuple[Tensor, ...]:

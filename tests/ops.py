@@ -122,6 +122,7 @@ OPS = [
     Op("cross_entropy", ("logits", "target"), options={"reduction": "mean", "z_loss": 0.1}),
     Op("topk_logprobs", ("logits",), options={"k": 3}, numbers=(10,)),
     Op("argmax", ("logits",), constant=True, numbers=(3,)),
+    Op("sample", ("logits",), options={"seed": 11}, constant=True, numbers=(6,)),
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), numbers=(7,)),
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}, numbers=(9,)),
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}, numbers=(9,)),
@@ -142,6 +143,7 @@ PATHS = [
     OP["cross_entropy(reduction=mean,z_loss=0.1)"],  # sums over rows
     OP["topk_logprobs(k=3)"],  # returns ids
     OP["argmax"],  # has no gradient
+    OP["sample(seed=11)"],  # depends on the numbers of rows and columns
     OP["topk_kl_div(tail=True,K=3)"],  # has a gradient of the teacher's log-probabilities
 ]
 """One op for each code path, for behaviour that does not depend on an op's formula."""

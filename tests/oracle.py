@@ -110,6 +110,17 @@ def argmax(logits, *, vocab_size=None):
     return _ranked(_wide(logits), vocab_size)[..., 0]
 
 
+def sample(logits, seed, *, temperature=1.0, vocab_size=None):
+    x = _wide(logits)
+    log_p, dead = _log_softmax(x, temperature, vocab_size)
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    noise = torch.tensor([[_gumbel(seed, row, v) for v in range(columns)] for row in range(rows)])
+    scores = _scaled(x, temperature, vocab_size)[0] + noise.double().view(x.shape)
+    ids = scores.nan_to_num(nan=INF, posinf=INF).argmax(-1)
+    value = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return torch.where(dead, 0, ids), torch.where(dead, math.nan, value)
+
+
 def topk_kl_div(
     student,
     teacher_logprobs,
@@ -198,6 +209,20 @@ def _entropy(x: Tensor, temperature: float | Tensor, vocab_size: int | None) -> 
     log_p, dead = _log_softmax(x, temperature, vocab_size)
     log_p = log_p.masked_fill(log_p == -INF, -1e4)  # gives neither mass nor gradient
     return torch.where(dead, math.nan, -(log_p.exp() * log_p).sum(-1))
+
+
+def _gumbel(seed: int, row: int, column: int) -> float:
+    """Gumbel noise from the 64 bits of two streams of SplitMix64, one within the other."""
+    state = splitmix64(splitmix64(seed, 0), row)
+    return -math.log(-math.log1p(-min((splitmix64(state, column) // 2 + 0.5) / 2**63, 1 - 2**-24)))
+
+
+def splitmix64(seed: int, i: int) -> int:
+    """The number i, from 0 on, of the generator of https://doi.org/10.1145/2660193.2660195."""
+    z = (seed + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
 
 
 def _divergence(log_a: Tensor, log_b: Tensor, dead: Tensor) -> Tensor:

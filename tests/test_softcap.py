@@ -73,6 +73,19 @@ def test_nan_stays_nan_and_inf_is_capped(op: Op) -> None:
     check(op, inputs, softcap=2.0)
 
 
+@eager
+@pytest.mark.parametrize("op", PATHS, ids=str)
+def test_shard_of_padding_has_no_mass(op: Op) -> None:
+    """Its maximum stays -inf, although the cap of -inf is finite."""
+    inputs = draw(op)
+    for name in op.logits:
+        inputs[name][:3] = -1e6
+    if op.ids_name != "teacher_ids":
+        if op.ids_name:
+            inputs[op.ids_name].clamp_(max=3)
+        check(op, inputs, tp(2), softcap=200.0, vocab_size=4)
+
+
 SCALES = {"far below c": 1e-4, "around c": 1.0, "far above c": 2.0}
 
 

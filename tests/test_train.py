@@ -124,7 +124,7 @@ def test_gradient_clipping_changes_the_losses(four_ranks: dict[str, tuple[Job, O
     (clipped_job, clipped), (_, free) = four_ranks["eager"], four_ranks["compiled"]
     assert clipped.losses[0] == pytest.approx(free.losses[0], abs=1e-5)
     assert clipped.gradient_norms[0] == pytest.approx(free.gradient_norms[0], rel=1e-4)
-    assert min(clipped.gradient_norms) > clipped_job.clip
+    assert min(clipped.gradient_norms[: clipped_job.steps]) > clipped_job.clip
     assert clipped.losses[5] > free.losses[5] + 0.1
 
 

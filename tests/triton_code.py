@@ -277,6 +277,7 @@ TESTED = [
         "js_div(beta=0.3)",
         "topk_logprobs(k=3)",
         "argmax",
+        "sample(seed=11)",
         "topk_kl_div(tail=True,K=3)",
     )
 ]

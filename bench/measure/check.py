@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bench import naive
 from bench.measure.inputs import local_part, placement, vocab_dim
 from bench.measure.ops import Op, as_tuple
 
@@ -59,6 +60,10 @@ def check(
     """
     inputs = {name: _wide(values) for name, values in samples.items()}
     leaves = [inputs[name].requires_grad_() for name in op.gradients]
+    if op.draws:
+        drawn = [sample(op, _local(output)) for output in outputs]
+        _compare("value", drawn[1], naive.logprobs(*inputs.values(), drawn[0]), **VALUE)
+        return
     expected = as_tuple(op.naive(**inputs))
     tolerance = VALUE if op.hidden is None else {"rtol": 0, "atol": _made_tolerance(samples)}
     for output, value in zip(outputs, expected, strict=True):

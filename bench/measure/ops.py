@@ -69,6 +69,8 @@ class Op:
     """Whether the highest logits must differ, because the op selects them."""
     sliced: bool = False
     """Whether the logits are ``[:, :-1]`` of longer ones."""
+    draws: bool = False
+    """Whether the op returns tokens drawn at random, and their log-probabilities."""
     hidden: int | None = None
     """Width of the hidden states, for an op on operands of a linear layer."""
     loss_parallel: Function | None = None
@@ -188,6 +190,7 @@ def _linear_op(width: int) -> Op:
 
 STUDENT, BOTH, NONE = ("student",), ("student", "teacher"), ()
 LOGPROBS = dv.logprobs, naive.logprobs
+CAPPED = partial(dv.logprobs, softcap=30.0), partial(naive.capped_logprobs, softcap=30.0)
 JOINT = dv.logprobs_and_entropy, naive.logprobs_and_entropy
 KL = dv.kl_div, naive.kl_div
 REVERSE_KL = [partial(op, reverse=True) for op in KL]
@@ -229,6 +232,10 @@ OPS = {
         Op("topk_logprobs, K = 64", *TOPK, passes=3, k=K, distinct=True),
         Op("topk_kl_div, K = 64", *TOPK_KL, passes=3, gradients=STUDENT, k=K),
         Op("argmax", dv.argmax, naive.argmax, passes=1, gradients=NONE, distinct=True),
+        Op(
+            "sample", partial(dv.sample, seed=0), naive.sample, passes=1, gradients=NONE, draws=True
+        ),
+        Op("logprobs, softcap", *CAPPED, passes=3),
         _linear_op(512),
         _linear_op(2048),
         Op("step", *STEP, gradients=("hidden", "weight"), loss_parallel=_step(_parallel_logprobs)),
