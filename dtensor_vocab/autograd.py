@@ -26,7 +26,8 @@ class PerToken(torch.autograd.Function):
     returns further tensors to save. ``gradients(ctx, grad, saved, *kept)`` returns the gradients of
     the leading inputs. Both are static methods, by default those of ``gradient``. ``function``
     names the op in errors. :meth:`call` takes the inputs of ``forward``, of which the first
-    ``num_logits`` may be ``LinearLogits``. Their gradient is one of the operands.
+    ``num_logits`` may be ``LinearLogits``. For these ``gradients`` returns a ``LinearLogits`` of
+    the gradients of their operands.
     """
 
     function: str

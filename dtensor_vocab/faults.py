@@ -32,7 +32,7 @@ def coverage(
     If all shards report the same number of columns, and each has the ``width`` that torch.chunk
     gives it, together they cover the vocabulary exactly once. A fault replaces the number: NaN if
     this shard's width is wrong, -inf if an id of the row is out of range, and +inf if the row's
-    temperature is not positive and finite in the dtype of the math.
+    temperature is not a positive normal number in the dtype of the math.
     """
     number = _columns_if_fitting(x, start, width, sizes).expand(x.shape[:-1])
     if index is not None:
@@ -69,7 +69,7 @@ NUM_CHECKS = 3
 def passed_checks(covered: Tensor) -> Tensor:
     """Which checks each row passes by the ``coverage [rows, shards]``: a mask ``[rows, 3]``.
 
-    Its columns are ids in range, shards that fit together, and a positive and finite temperature.
+    Its columns are ids in range, shards that fit together, and a temperature in range.
     """
     bad_id = (covered == -torch.inf).any(-1)
     bad_temperature = (covered == torch.inf).any(-1)

@@ -19,8 +19,11 @@ role              tensor               mesh dim that shards V  mesh dim that sha
 ================  ===================  ======================  =============================
 
 A mesh dim that shards nothing replicates all of them. A 0-d tensor with the role ``rows`` is one
-value for all rows. The role ``linear`` is ``hidden`` where a weight follows, and ``logits``
-otherwise. :func:`gather_and_merge` calls the operators that take ``gathered``, and
+value for all rows. Operators on ``LinearLogits`` have two more roles: ``linear`` is ``hidden`` if
+the argument after it, the weight, is given, and ``logits`` otherwise; ``linear_grad`` is
+``hidden_grad`` or ``logits`` likewise.
+
+:func:`gather_and_merge` calls the operators that take ``gathered``, and
 :func:`all_reduce_and_finish` those that take ``total``. These calls are the only ones that
 communicate, except that the checks of arguments redistribute ids and temperatures that the caller
 has placed otherwise.
@@ -155,7 +158,7 @@ _VOCAB = -1
 
 def has_all_lead_dims(role: str | None) -> bool:
     """Whether a tensor of this role has all dims of the logits but the vocabulary."""
-    return role in ("logits", "stats", "gathered")
+    return role in ("logits", "hidden", "stats", "gathered")
 
 
 def num_shard_dims(role: str | None) -> int:
@@ -174,10 +177,7 @@ def placements_of(
     inputs, outputs = _resolved(inputs, specs, outputs)
     given = list(zip(inputs, specs, strict=True))
     there = [(role, spec) for role, spec in given if spec is not None]
-    telling = next(
-        (pair for pair in there if has_all_lead_dims(pair[0])),
-        next((pair for pair in there if pair[0] == "hidden"), there[0]),
-    )
+    telling = next((pair for pair in there if has_all_lead_dims(pair[0])), there[0])
     dims, ndim = _sharded_dims(*telling)
     weight = next((spec for role, spec in there if role == "weight"), None)
     if weight is not None:
@@ -217,19 +217,19 @@ def _sharded_dims(role: str, spec: DTensorSpec) -> tuple[list[int | None], int]:
 
 def _placement(role: str, dim: int | None, ndim: int) -> Placement:
     """How a mesh dim that shards ``dim`` of the logits places a tensor of this role."""
-    over_vocab = dim == _VOCAB
-    if dim is None or role == "total":
+    if dim is None or (role == "rows" and ndim == 0):
         return Replicate()
-    if role == "logits":
-        return Shard(ndim - 1 if over_vocab else dim)
-    if (role == "hidden_grad" and over_vocab) or (role == "weight_grad" and not over_vocab):
-        return Partial()
-    if role in ("start", "weight", "weight_grad"):
-        return Shard(0) if over_vocab else Replicate()
-    if role == "stats" or (role == "gathered" and not over_vocab):
-        return Shard(dim + 1)
-    if over_vocab or role == "gathered":
-        return Replicate()
-    if role == "sums":
-        return Partial()
-    return Replicate() if ndim == 0 else Shard(dim)
+    over_vocab, over_rows = {
+        "logits": (Shard(ndim - 1), Shard(dim)),
+        "hidden": (Replicate(), Shard(dim)),
+        "hidden_grad": (Partial(), Shard(dim)),
+        "weight": (Shard(0), Replicate()),
+        "weight_grad": (Shard(0), Partial()),
+        "rows": (Replicate(), Shard(dim)),
+        "stats": (Shard(0), Shard(dim + 1)),
+        "gathered": (Replicate(), Shard(dim + 1)),
+        "start": (Shard(0), Replicate()),
+        "sums": (Replicate(), Partial()),
+        "total": (Replicate(), Replicate()),
+    }[role]
+    return over_vocab if dim == _VOCAB else over_rows

@@ -1,9 +1,10 @@
-"""Blocks of logits that are given as operands: their products, and the gradients of the operands.
+"""``LinearLogits`` block by block: the products, and the gradients of the operands.
 
-A block of columns is one more shard: its statistics are merged with those of the other blocks. In
-backward the gradient of a block yields a complete block of the weight's gradient, and one term of
-the gradient of ``hidden``, which is summed in fp32. If there are more rows than columns, a block
-holds some rows instead, and the two gradients change places: the sum is always the smaller one.
+A block holds some columns of all rows or, if there are more rows than columns, all columns of some
+rows. A block of columns is one more shard: its statistics are merged with those of the others.
+Blocks of columns give separate parts of the gradient of ``weight``, while that of ``hidden`` is
+added up; for blocks of rows it is the reverse. So the sum is the smaller of the two, except where
+logits beside ``LinearLogits`` have no view by row.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class LocalLogits:
         return self.weight is not None
 
     def block(self, at: Block) -> Tensor:
-        """Logits ``[rows, columns]``. The next block of operands takes the same memory."""
+        """Logits ``[rows, columns]``. For operands, the next call overwrites them."""
         if self.weight is None:
             columns = self.x[..., at.columns]
             return columns.reshape(self.rows, columns.shape[-1])[at.rows]
@@ -74,7 +75,7 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of logits that operators process together, ``buffers`` tensors of their size."""
+    """The blocks of logits that operators process together. ``buffers`` blocks fit in memory."""
 
     def __init__(
         self, logits: Sequence[LocalLogits], vocab_start: Tensor | None, buffers: int
@@ -92,7 +93,7 @@ class Blocks:
         self._bounds = _even_bounds(*self._lengths(), size // itemsize)
 
     def _lengths(self) -> tuple[int, int]:
-        """How much there is to divide, and the length of the other side of each block."""
+        """The lengths of the dim that is divided and of the other one."""
         return (self.columns, self.rows) if self.by_columns else (self.rows, self.columns)
 
     @property
@@ -119,7 +120,7 @@ class Blocks:
                 yield Block(everything, part, starts[i : i + 1])
 
     def of_rows(self, at: Block, *values: Tensor | None) -> list[Any]:
-        """The rows of each ``[*, ...]`` in a block. One value for all rows (0-d) stays one."""
+        """The rows of each ``[*, ...]`` in a block. A 0-d tensor, one value for all, stays."""
         ndim = len(self.lead)
 
         def part(x: Tensor | None) -> Tensor | None:
@@ -131,9 +132,9 @@ class Blocks:
 
 
 def _even_bounds(length: int, other: int, size: int) -> list[int]:
-    """Bounds of parts of ``length``, the fewest with at most ``size // other`` each.
+    """Bounds of parts of ``length`` of about ``size // other`` each, and of ``ALIGNMENT`` or more.
 
-    No part has length 1, for which kernels would be compiled again.
+    A last part of length 1, for which kernels would be compiled again, joins the one before.
     """
     most = max(size // max(other, 1) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
     parts = -(-length // most)

@@ -30,13 +30,14 @@ class LinearLogits(NamedTuple):
     forward and again backward, so that ``[*, V_local]`` is never held. Blocks are rounded to the
     dtype of ``F.linear``, so values agree with those on its result to rounding.
 
-    Under autocast, ops cast the operands as ``F.linear`` does.
+    Slice an operand, not this object, as in ``LinearLogits(hidden[:, :-1], weight)``. It is a
+    tuple, and ``logits[:2]`` would be two of its operands.
 
     Args:
         hidden: ``[*, H]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        weight: ``[V, H]``, of the same dtype, such as ``lm_head.weight``; a DTensor if ``hidden``
-            is one.
-        bias: ``[V]``, placed like ``weight``, or None.
+        weight: ``[V, H]``, such as ``lm_head.weight``; a DTensor if ``hidden`` is one.
+        bias: ``[V]``, placed like ``weight``, or None. All operands have the same dtype. Under
+            autocast, ops cast them as ``F.linear`` does.
 
     Placements, and those of the gradients:
 
@@ -52,8 +53,25 @@ class LinearLogits(NamedTuple):
     placed like ``weight``.
 
     Memory: beside operands, gradients and results, an op holds blocks of at most 32 MiB of logits
-    altogether and, backward, one fp32 accumulator of the smaller of ``[rows, H]`` and
-    ``[V_local, H]``. An operand that needs no gradient costs neither time nor memory.
+    altogether and, backward, one accumulator of ``[rows, H]``, or of ``[V_local, H]`` if there are
+    more rows than columns, in fp32 (fp64 for fp64). On CPUs, sums of 16-bit products take a buffer
+    of 1024 rows more. An operand that needs no gradient costs neither time nor memory. Operands
+    that autocast casts are copied, and so is a ``hidden`` that has no view as ``[rows, H]``.
+
+    Rows: as for logits, except that gradients of operands are matrix products, in which 0 times NaN
+    is NaN. ``hidden`` and ``weight`` must therefore be finite in ignored rows and in padding too.
+    The bias may hold -inf.
+
+    Communication: that of the op. Nothing adds up ``Partial`` gradients; the layer before the head
+    does, as after ``F.linear``.
+
+    With FSDP2, return it from the root module, or compute the loss in the module that holds the
+    weight, since other modules free their weights after forward. Return a view of the weight
+    (``weight.view_as(weight)``), because FSDP2 adds a hook to each tensor that its root returns.
+
+    Raises:
+        Nothing when it is made. An op raises TypeError or ValueError that names the operand,
+        ValueError for ``inplace_backward=True``, and NotImplementedError under ``torch.vmap``.
     """
 
     hidden: Tensor
@@ -67,7 +85,7 @@ class LinearLogits(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that ``F.linear`` would return now, which depends on autocast."""
+        """The dtype that ``F.linear`` of the operands has in the current state of autocast."""
         return _autocast_dtype(self.hidden)
 
     @property

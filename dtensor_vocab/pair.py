@@ -189,7 +189,7 @@ class PairGradient:
 
     As the decorator ``@PairGradient("name")`` of ``gradients(grad, saved, log_p_a, log_p_b,
     *options)``, which returns both gradients of capped logits for temperature 1, it registers
-    two operators:
+    three operators, of which ``name_backward_linear`` takes ``LinearLogits`` on either side:
     ``name_backward_both``, and ``name_backward`` for one of the gradients. They take ``(grad,
     saved, a, b, temperature, vocab_start, sizes, *options, softcap)``, and ``name_backward`` also
     ``to_a``.
@@ -281,12 +281,12 @@ class PairGradient:
         """The gradients of both sides, of which one or both are operands of ``LinearLogits``."""
         sides = [LocalLogits(*args[:3]), LocalLogits(*args[3:6])]
         temperature, vocab_start, *options, needs = args[6:]
-        needed = any(needs[:3]), any(needs[3:])
-        blocks = Blocks(sides, vocab_start, sum(side.is_linear for side in sides) + sum(needed))
+        to_a, to_b = any(needs[:3]), any(needs[3:])
+        buffers = sum(side.is_linear for side in sides) + to_a + to_b
+        blocks = Blocks(sides, vocab_start, buffers)
         gradients = [
             LogitsGradient(side, blocks, needs[3 * i :][:3]) for i, side in enumerate(sides)
         ]
-        to_a, to_b = (gradient.needed for gradient in gradients)
         for at in blocks:
             logits = [side.block(at) for side in sides]
             grad_at, saved_at, temperature_at = blocks.of_rows(at, grad, saved, temperature)

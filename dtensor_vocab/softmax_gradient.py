@@ -65,10 +65,10 @@ class SoftmaxGradient:
     """The gradient operators of an op, declared by its coefficients.
 
     As the decorator ``@SoftmaxGradient("name")`` of ``coefficients(grad, saved, [index,] sizes,
-    *options) -> Coefficients`` it registers ``name_backward`` and, if ``inplace``,
-    ``name_backward_``, which writes in place of the logits. Both take ``(grad, saved, logits,
-    [index,] temperature, vocab_start, sizes, *options, softcap)``, where ``saved [*, 2+]`` starts
-    with M and log S.
+    *options) -> Coefficients`` it registers ``name_backward``, its form for ``LinearLogits``
+    ``name_backward_linear`` and, if ``inplace``, ``name_backward_``, which writes in place of the
+    logits. The first and last take ``(grad, saved, logits, [index,] temperature, vocab_start,
+    sizes, *options, softcap)``, where ``saved [*, 2+]`` starts with M and log S.
 
     The coefficients are computed inside the kernel, where values per row are ``[rows, K]``. A float
     option arrives as None if it is 0, and otherwise as a 0-d tensor, so that one kernel serves all
@@ -176,7 +176,9 @@ class SoftmaxGradient:
             _write(by_row[0], blocks(entries, BLOCK_IDS // k))
 
     def _linear(self, grad: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        """The gradients of the operands of ``LinearLogits``. Blocks of logits are made again."""
+        """The gradients of the operands of ``LinearLogits``, from recomputed blocks of logits."""
+        if args[1] is None:  # It would overwrite the caller's logits.
+            raise ValueError(f"{self._name}_backward_linear: expected a weight, got None")
         logits, ids = LocalLogits(*args[:3]), args[3:][: len(self._ids)]
         temperature, vocab_start, *options, needs = args[3 + len(self._ids) :]
         blocks = Blocks([logits], vocab_start, 1)

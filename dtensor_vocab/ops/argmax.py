@@ -110,7 +110,8 @@ def argmax(
     result has no gradient.
 
     Args:
-        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor, DTensor or
+            :class:`LinearLogits`.
         vocab_size: number of columns that are tokens. The columns after them are padding, which is
             never chosen. Default: V.
         softcap: like that of :func:`logprobs`. It changes no id, since the tanh keeps the order.

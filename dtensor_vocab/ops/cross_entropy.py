@@ -220,7 +220,8 @@ def cross_entropy(
     ignored. (z-loss: Chowdhery et al., https://arxiv.org/abs/2204.02311, section 5.)
 
     Args:
-        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor, DTensor or
+            :class:`LinearLogits`.
         target: ids ``[*]``, int32 or int64, like ``index`` of :func:`logprobs`.
         ignore_index: targets equal to it give loss 0 and no gradient; None ignores nothing.
         reduction: ``"none"``, ``"sum"`` over all rows of all ranks, or ``"mean"`` over those whose
@@ -247,8 +248,8 @@ def cross_entropy(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
             communication, if they agree on the global shapes.
-        RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
-            positive and finite, or the shards do not fit together.
+        RuntimeError: if, on any rank, an id is out of range, a temperature is not a
+            positive normal number, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in one
             of the collectives; the host does not wait for it.
     """

@@ -201,13 +201,15 @@ def js_div(
     https://arxiv.org/abs/2306.13649, section 2.
 
     Args:
-        student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
-        teacher: like ``student`` in shape, mesh and placements; its dtype may be another.
+        student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor, DTensor or
+            :class:`LinearLogits`.
+        teacher: of the shape, device, mesh and placements of ``student``. Its dtype may be another,
+            and it may be a :class:`LinearLogits` beside a tensor, or the reverse.
         beta: the weight β of the teacher, 0 <= β <= 1.
         temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
-            row, placed as the result, or 0-d, one for all rows. The softmax is of
-            ``logits / temperature``; gradients are with respect to ``logits``, and none flows to
-            the temperature.
+            row, placed as the result, or 0-d, one for all rows. It
+            divides the logits of both inputs. Gradients are those of the undivided logits, and none
+            flows to the temperature.
         vocab_size: number of columns that are tokens. The columns after them are padding, with
             probability 0 and gradient 0. Default: V.
         softcap: like that of :func:`logprobs`.
@@ -228,7 +230,7 @@ def js_div(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
             communication, if they agree on the global shapes.
-        RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
+        RuntimeError: if, on any rank, a temperature is not a positive normal number
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.

@@ -90,7 +90,8 @@ def logprobs(
     ``index [*, K]``; ``index [*]`` takes one id per row.
 
     Args:
-        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor, DTensor or
+            :class:`LinearLogits`.
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, Tensor or DTensor. A plain tensor
             next to DTensor logits must be the same global tensor on every rank. A DTensor that is
             not placed as in the table below is redistributed once. Ids may repeat.
@@ -107,6 +108,7 @@ def logprobs(
         inplace_backward: write the gradient into the storage of ``logits``. An op that saved them
             for its own backward then raises autograd's "modified by an inplace operation". Has no
             effect under ``torch.compile`` and ``torch.func``, where the gradient is a new tensor.
+            An error for :class:`LinearLogits` and for logits whose elements share memory.
 
     Returns:
         fp32 (fp64 for fp64 logits), shaped as ``index``; a DTensor if the logits are one, placed as
@@ -132,8 +134,8 @@ def logprobs(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
             communication, if they agree on the global shapes.
-        RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
-            positive and finite, or the shards do not fit together.
+        RuntimeError: if, on any rank, an id is out of range, a temperature is not a
+            positive normal number, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
     """

@@ -94,7 +94,8 @@ def logprobs_and_entropy(
     Backward reads the logits once and writes one gradient, whether one result is used or both.
 
     Args:
-        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor, DTensor or
+            :class:`LinearLogits`.
         index: ids ``[*]`` or ``[*, K]``, int32 or int64, like those of :func:`logprobs`.
         ignore_index: ids equal to it give log-probability 0 and no gradient. The entropy of
             their rows is computed nevertheless.

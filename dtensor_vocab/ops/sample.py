@@ -210,7 +210,7 @@ def sample(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24.
             All ranks raise the same TypeError or ValueError before any communication, if they agree
             on the global shapes.
-        RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
+        RuntimeError: if, on any rank, a temperature is not a positive normal number
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.

@@ -319,7 +319,8 @@ def topk_kl_div(
     Same as these sums on ``torch.log_softmax(student.float(), -1)`` of the full vocabulary.
 
     Args:
-        student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        student: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor, DTensor or
+            :class:`LinearLogits`.
         teacher_logprobs: ``[*, K]``, floating, normalised over the teacher's full vocabulary, as
             :func:`topk_logprobs` returns them; placed like ``teacher_ids``.
         teacher_ids: ``[*, K]``, int32 or int64, distinct in each row; like ``index`` of
@@ -356,8 +357,8 @@ def topk_kl_div(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
             communication, if they agree on the global shapes.
-        RuntimeError: if, on any rank, an id is out of range, a value of a temperature tensor is not
-            positive and finite, or the shards do not fit together.
+        RuntimeError: if, on any rank, an id is out of range, a temperature is not a
+            positive normal number, or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
     """

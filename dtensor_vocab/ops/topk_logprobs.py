@@ -205,7 +205,8 @@ def topk_logprobs(
     ids.
 
     Args:
-        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor or DTensor.
+        logits: ``[*, V]``, fp16, bf16, fp32 or fp64, any strides; Tensor, DTensor or
+            :class:`LinearLogits`.
         k: 0 <= k <= the size of the vocabulary; it may exceed a shard.
         temperature: positive float, or a floating-point tensor of positive values: ``[*]``, one per
             row, placed as the result, or 0-d, one for all rows. The softmax is of
@@ -229,7 +230,7 @@ def topk_logprobs(
         ValueError: if shapes, devices, meshes, placements or options are invalid, or if V > 2**24
             unless the logits are fp64. All ranks raise the same TypeError or ValueError before any
             communication, if they agree on the global shapes.
-        RuntimeError: if, on any rank, a value of a temperature tensor is not positive and finite
+        RuntimeError: if, on any rank, a temperature is not a positive normal number
             or the shards do not fit together.
             An asynchronous assertion on the device raises it, on every rank that takes part in the
             collective; the host does not wait for it.
