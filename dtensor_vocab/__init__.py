@@ -1,6 +1,7 @@
 """Per-token ops on logits that stay sharded over the vocabulary as PyTorch DTensors."""
 
 from dtensor_vocab.linear_logits import LinearLogits
+from dtensor_vocab.local_shards import logits_from_local
 from dtensor_vocab.ops.argmax import argmax
 from dtensor_vocab.ops.cross_entropy import cross_entropy
 from dtensor_vocab.ops.entropy import entropy
@@ -19,6 +20,7 @@ __all__ = [
     "entropy",
     "js_div",
     "kl_div",
+    "logits_from_local",
     "logprobs",
     "logprobs_and_entropy",
     "sample",

@@ -127,7 +127,7 @@ OPS = [
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"tail": True}, numbers=(9,)),
     Op("topk_kl_div", TOP_TEACHER, ids=(3,), options={"reverse": True, "tail": True}, numbers=(9,)),
 ]
-PUBLIC_OPS = [name for name in dv.__all__ if name != "LinearLogits"]
+PUBLIC_OPS = [name for name in dv.__all__ if name not in ("LinearLogits", "logits_from_local")]
 OP = {str(op): op for op in OPS}
 PAIRS = [op for op in OPS if len(op.logits) == 2]
 WITH_IDS = [op for op in OPS if op.ids_name]
