@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor.placement_types import Placement
@@ -30,6 +31,7 @@ __all__ = [
     "compiler_obstacle",
     "compiles_nothing_new",
     "in_func_transform",
+    "is_flattened",
     "is_traced_for_a_graph",
     "non_view",
     "options_that_exist",
@@ -183,6 +185,15 @@ def alike_to_guards() -> contextlib.AbstractContextManager[None]:
 
 
 _ADINPLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+@torch.compiler.assume_constant_result
+def is_flattened(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether these mesh dims have been flattened into one, over which DTensor then communicates
+    once (from torch 2.13 on).
+    """
+    query = getattr(_redistribute, "_get_flattened_mesh_by_layout_impl", None)
+    return query is not None and query(mesh, mesh_dims) is not None
 
 
 def is_traced_for_a_graph() -> bool:

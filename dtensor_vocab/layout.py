@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dtensor_vocab._private import DTensorSpec
+from dtensor_vocab._private import DTensorSpec, is_flattened
 from dtensor_vocab.linear_logits import Logits, OnMesh, is_dtensor
 
 __all__ = [
@@ -145,8 +145,17 @@ def all_reduce_and_finish(finish: Callable[..., Any], sums: Tensor, *args: Any) 
     """Calls the operator ``finish``, which takes ``sums [S]`` over rows in the role ``total``.
 
     DTensor therefore adds them up before the operator runs, by an all-reduce over the mesh dims
-    that shard rows.
+    that shard rows: one for each of several mesh dims, unless the caller has flattened these into
+    one (torch 2.13).
     """
+    if isinstance(sums, DTensor):
+        partial = [i for i, p in enumerate(sums.placements) if p.is_partial()]
+        if len(partial) > 1 and not is_flattened(sums.device_mesh, tuple(partial)):
+            # DTensor would log a warning if it was to add up all of them.
+            for i in partial[:-1]:
+                placements = list(sums.placements)
+                placements[i] = Replicate()
+                sums = sums.redistribute(placements=placements)
     return finish(sums, *args)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+import dtensor_vocab as dv
 from tests.ops import OPS, PATHS, WITH_IDS, Layout, Op, check, draw, tp
-from tests.ranks import Collective
+from tests.rank_zero import lone_rank, place_part
+from tests.ranks import Collective, Collectives
 
 pytestmark = pytest.mark.usefixtures("eager_kernels")
 
@@ -95,3 +99,24 @@ def test_collectives_are_the_same_for_any_number_of_rows(
     layout = Layout((2, 2), placements)
     kinds = [[c.name for c in sent(op, layout, rows=(n,))] for n in (0, 1, 2, 3, 5)]
     assert kinds == [kinds[0]] * 5
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_sums_over_two_mesh_dims_of_rows_log_no_warning(
+    flatten: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One all-reduce for each of them, or one alone if the caller has flattened them."""
+    logits, target = torch.randn(4, 6, 8), torch.randint(8, (4, 6))
+    names = ("rows", "more rows", "vocab") if flatten else ("dp", "cp", "tp")
+    with lone_rank(2, 2, 2) as mesh:
+        mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=names)
+        if flatten:
+            mesh[names[:2]]._flatten("all rows")
+        x = place_part(logits, mesh, [Shard(0), Shard(1), Shard(2)])
+        y = place_part(target, mesh, [Shard(0), Shard(1), Replicate()])
+        with Collectives() as collectives, caplog.at_level(logging.WARNING):
+            dv.cross_entropy(x, y)
+    reductions = [c for c in collectives.seen if c.name.startswith("all_reduce")]
+    merged = flatten and torch.__version__ >= "2.13"
+    assert len(reductions) == (1 if merged else 2)
+    assert "sequential all_reduce" not in caplog.text
