@@ -68,7 +68,7 @@ def capped_tokens(
     x: Tensor, maximum: Tensor, tokens: Tensor, softcap: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Caps logits ``[.., V]`` and their ``maximum [.., 1]``. All but the first ``tokens`` columns
-    are -inf.
+    are -inf. If there is none, the maximum is that of a token of -inf, which has no effect.
 
     The maximum is that before the cap, because Inductor would store a tanh that two reductions use.
     """
@@ -76,7 +76,7 @@ def capped_tokens(
         return x, maximum
     column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
     x = torch.where(column < tokens, capped(x, softcap), -torch.inf)
-    return x, torch.where(tokens > 0, capped(maximum, softcap), -torch.inf)
+    return x, capped(maximum, softcap)
 
 
 def cap_slope(x: Tensor, softcap: Tensor) -> Tensor:

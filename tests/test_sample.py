@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "temperature tensor": {"temperature": torch.tensor(0.7)},
     "softcap": {"softcap": 1.5, "temperature": 0.5},
     "padding": {"vocab_size": 80},
+    "padding and softcap": {"vocab_size": 80, "softcap": 2.0},
 }
 
 
@@ -234,6 +235,18 @@ def test_rows_without_any_token_give_id_0_and_nan() -> None:
             ids, log_p = (parts(x)[0] for x in results)
         assert ids.tolist() == [0, 0, 0]
         assert log_p.isnan().all()
+
+
+@eager
+def test_nan_of_either_sign_is_drawn() -> None:
+    logits = torch.randn(2, 8)
+    logits[0, 5], logits[1, 6] = (
+        torch.nan,
+        torch.copysign(torch.tensor(torch.nan), torch.tensor(-1.0)),
+    )
+    ids, log_p = dv.sample(logits, 0)
+    assert ids.tolist() == [5, 6]
+    assert log_p.isnan().all()
 
 
 def test_results_are_constants() -> None:
