@@ -65,18 +65,16 @@ def capped(x: Tensor, softcap: Tensor | None) -> Tensor:
 
 
 def capped_tokens(
-    x: Tensor, maximum: Tensor, tokens: Tensor, softcap: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Caps logits ``[.., V]`` and their ``maximum [.., 1]``. All but the first ``tokens`` columns
-    are -inf. If there is none, the maximum is that of a token of -inf, which has no effect.
-
-    The maximum is that before the cap, because Inductor would store a tanh that two reductions use.
+    x: Tensor, tokens: Tensor, softcap: Tensor | None, column: Tensor | None = None
+) -> Tensor:
+    """Caps the logits of a shard's first ``tokens`` columns. The others stay -inf: padding, and the
+    column that stands for an empty shard.
     """
     if softcap is None:
-        return x, maximum
-    column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
-    x = torch.where(column < tokens, capped(x, softcap), -torch.inf)
-    return x, capped(maximum, softcap)
+        return x
+    if column is None:
+        column = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32)
+    return torch.where(column < tokens, capped(x, softcap), -torch.inf)
 
 
 def cap_slope(x: Tensor, softcap: Tensor) -> Tensor:

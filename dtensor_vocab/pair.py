@@ -30,6 +30,7 @@ from dtensor_vocab.linear_blocks import (
 from dtensor_vocab.linear_logits import LinearLogits, Logits, needed, separate
 from dtensor_vocab.numerics import (
     cap_slope,
+    capped,
     capped_tokens,
     columns_before,
     log_prob,
@@ -121,8 +122,9 @@ def _shard_stats(a, b, temperature, start, width, sizes, cross, softcap):
 
 def _sums(a, b, temperature, cross, sum_dtype, tokens, softcap) -> list[Tensor]:
     """m_A, s_A, m_B, s_B and, if ``cross``, c over the last dim, of which ``tokens`` are tokens."""
-    a, maximum_a = capped_tokens(a, a.amax(-1, keepdim=True), tokens, softcap)
-    b, maximum_b = capped_tokens(b, b.amax(-1, keepdim=True), tokens, softcap)
+    # The maxima before the cap, because Inductor would store a tanh that two reductions use.
+    maximum_a, maximum_b = (capped(x.amax(-1, keepdim=True), softcap) for x in (a, b))
+    a, b = (capped_tokens(x, tokens, softcap) for x in (a, b))
     x, y = rebase(a, maximum_a, None), rebase(b, maximum_b, None)
     mass, mass_b = scaled(x, temperature).exp(), scaled(y, temperature).exp()
     sums = [maximum_a.squeeze(-1), mass.sum(-1), maximum_b.squeeze(-1), mass_b.sum(-1)]

@@ -35,6 +35,7 @@ from dtensor_vocab.ids import not_ignored, pick
 from dtensor_vocab.kernel import kernel, merge_kernel
 from dtensor_vocab.layout import Sizes, first_column, num_shards
 from dtensor_vocab.numerics import (
+    capped,
     capped_tokens,
     columns_before,
     log_prob,
@@ -139,7 +140,9 @@ def softmax_sums(x, temperature, tokens, sizes, summed, softcap) -> tuple[Tensor
 
 def _sums(x, temperature, tokens, sizes, summed, softcap) -> tuple[Tensor, ...]:
     """m, s, w and, if ``summed``, t over the last dim of ``x``, of which ``tokens`` are tokens."""
-    x, maximum = capped_tokens(x, x.amax(-1, keepdim=True), tokens, softcap)
+    # The maximum before the cap, because Inductor would store a tanh that two reductions use.
+    maximum = capped(x.amax(-1, keepdim=True), softcap)
+    x = capped_tokens(x, tokens, softcap)
     # torch.where comes after the sum: Inductor then recognises the sum as that of a softmax.
     shifted = scaled(x - maximum, temperature)
     mass = shifted.exp()

@@ -86,6 +86,13 @@ def test_shard_of_padding_has_no_mass(op: Op) -> None:
         check(op, inputs, tp(2), softcap=200.0, vocab_size=4)
 
 
+@eager
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_empty_shard_has_no_mass(op: Op) -> None:
+    """The last of 4 ranks owns nothing of V = 5."""
+    check(op, draw(op, vocab=5), tp(4), softcap=3.0)
+
+
 SCALES = {"far below c": 1e-4, "around c": 1.0, "far above c": 2.0}
 
 

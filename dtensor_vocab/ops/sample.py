@@ -32,7 +32,7 @@ from dtensor_vocab.layout import Sizes, first_column, gather_and_merge, num_shar
 from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.noise import gumbel, row_states
 from dtensor_vocab.numerics import (
-    capped,
+    capped_tokens,
     columns_before,
     log_prob,
     math_dtype,
@@ -104,21 +104,17 @@ def _shard_stats(logits, state, temperature, start, width, sizes, softcap):
 
     column = torch.arange(x.shape[-1], device=x.device)
     noise = gumbel(state, column + start)
-    order = _order(_tokens(x, column, tokens, softcap), noise, temperature)
+    order = _order(capped_tokens(x, tokens, softcap, column), noise, temperature)
     keys = (order << COLUMN_BITS) | ((1 << COLUMN_BITS) - 1 - column)
     if in_chunks(x):
         keys = chunked(keys, torch.iinfo(keys.dtype).min).amax(-1)
     best = keys.amax(-1, keepdim=True)
     column = (1 << COLUMN_BITS) - 1 - (best & ((1 << COLUMN_BITS) - 1))
-    candidate = _tokens(x.gather(-1, column), column, tokens, softcap)
+    candidate = capped_tokens(x.gather(-1, column), tokens, softcap, column)
     ids = column + start
     noise = gumbel(state, ids)
     columns = m.unsqueeze(-1), s.unsqueeze(-1), covered.unsqueeze(-1), candidate, noise, ids
     return torch.cat([value.to(x.dtype) for value in columns], -1)
-
-
-def _tokens(x: Tensor, column: Tensor, tokens: Tensor, softcap: Tensor | None) -> Tensor:
-    return x if softcap is None else torch.where(column < tokens, capped(x, softcap), -torch.inf)
 
 
 def _order(x: Tensor, noise: Tensor, temperature: Tensor | None) -> Tensor:

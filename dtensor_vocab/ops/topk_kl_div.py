@@ -34,10 +34,11 @@ from dtensor_vocab.checks import (
 from dtensor_vocab.faults import assert_no_faults, coverage
 from dtensor_vocab.ids import local_ids, not_ignored, sum_equal
 from dtensor_vocab.kernel import kernel, merge_kernel
-from dtensor_vocab.layout import first_column, gather_and_merge, num_shards
+from dtensor_vocab.layout import Sizes, first_column, gather_and_merge, num_shards
 from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.numerics import (
-    capped,
+    capped_tokens,
+    columns_before,
     math_dtype,
     merge_norms,
     rebase,
@@ -113,7 +114,8 @@ cache keeps."""
 def _shard_stats(x, ids, temperature, start, width, sizes, ignore_index, softcap):
     (x,) = flat(x)
     if softcap is not None:
-        x = capped(x.to(math_dtype(x)), softcap)
+        tokens = columns_before(Sizes(*sizes).vocab_size, start, width, x.device)
+        x = capped_tokens(x.to(math_dtype(x)), tokens, softcap)
     local, owned = local_ids(ids, start, width)
     owned = owned & not_ignored(ids, ignore_index)
     (count,) = sum_equal(local, owned.to(math_dtype(x)))
