@@ -187,13 +187,16 @@ def alike_to_guards() -> contextlib.AbstractContextManager[None]:
 _ADINPLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
-@torch.compiler.assume_constant_result
 def is_flattened(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
     """Whether these mesh dims have been flattened into one, over which DTensor then communicates
     once (from torch 2.13 on).
     """
     query = getattr(_redistribute, "_get_flattened_mesh_by_layout_impl", None)
     return query is not None and query(mesh, mesh_dims) is not None
+
+
+# torch.compiler.assume_constant_result does this, but imports Dynamo.
+is_flattened._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_traced_for_a_graph() -> bool:
