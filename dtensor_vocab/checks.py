@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_vocab.layout import Vocabulary, local_tensor, place_vocabulary, shards_vocab
+from dtensor_vocab.layout import (
+    Vocabulary,
+    local_tensor,
+    place_vocabulary,
+    replicated,
+    shards_vocab,
+)
 from dtensor_vocab.linear_logits import (
     LinearLogits,
     Logits,
-    OnMesh,
     cast_by_autocast,
     is_dtensor,
 )
@@ -31,6 +36,7 @@ __all__ = [
     "check_ids",
     "check_ignore_index",
     "check_inplace_backward",
+    "check_int",
     "check_k",
     "check_logits",
     "check_logprobs",
@@ -40,7 +46,6 @@ __all__ = [
     "check_temperature",
     "check_weight",
     "placed_by_row",
-    "row_numbers",
     "saveable",
 ]
 
@@ -62,7 +67,7 @@ def check_logits(
     vocab_size = (
         columns
         if vocab_size is None
-        else _check_int(function, vocab_size, "vocab_size", "an int or None")
+        else check_int(function, vocab_size, "vocab_size", "an int or None")
     )
     if not 0 < vocab_size <= columns:
         raise ValueError(
@@ -316,10 +321,7 @@ def check_logprobs(function: str, logprobs: Tensor, ids: Tensor, logits: Logits)
 def check_ignore_index(function: str, ignore_index: int | None) -> int | None:
     if ignore_index is None:
         return None
-    ignore_index = _check_int(function, ignore_index, "ignore_index", "an int or None")
-    if isinstance(ignore_index, int) and not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"{function}: expected ignore_index to fit in 64 bits, got {ignore_index}")
-    return ignore_index
+    return _check_int64(function, ignore_index, "ignore_index", "an int or None")
 
 
 def check_weight(function: str, value: float, name: str, most: float | None = None) -> float:
@@ -339,7 +341,7 @@ def check_bool(function: str, value: bool, name: str) -> None:
 
 
 def check_k(function: str, k: int, vocabulary: Vocabulary) -> int:
-    k = _check_int(function, k, "k")
+    k = check_int(function, k, "k")
     most = vocabulary.sizes.vocab_size
     if not 0 <= k <= most:
         raise ValueError(
@@ -392,57 +394,44 @@ def check_temperature(function: str, temperature: float | Tensor, logits: Logits
                 "detach it"
             )
         return check_row_values(function, temperature, logits, "temperature", one_for_all=True)
-    if not _is_real(temperature):
-        got = type(temperature).__name__
-        raise TypeError(f"{function}: expected temperature to be a float or a Tensor, got {got}")
-    limits = torch.finfo(math_dtype(logits))  # A number below tiny may count as 0 in the math.
-    if not limits.tiny <= temperature <= limits.max:
-        raise ValueError(
-            f"{function}: expected 0 < temperature < inf, a normal number in {limits.dtype}, "
-            f"got {temperature}"
-        )
-    if temperature == 1:
+    number = _check_positive(function, temperature, "temperature", "a float or a Tensor", logits)
+    if number == 1:
         return None
-    scalar = torch.full((), float(temperature), dtype=torch.float64, device=logits.device)
-    return _replicated(scalar, logits) if is_dtensor(logits) else scalar
+    scalar = torch.full((), number, dtype=torch.float64, device=logits.device)
+    return replicated(scalar, logits) if is_dtensor(logits) else scalar
 
 
 def check_softcap(function: str, softcap: float | None, logits: Logits) -> float | None:
     if softcap is None:
         return None
-    if not _is_real(softcap):
-        got = type(softcap).__name__
-        raise TypeError(f"{function}: expected softcap to be a float or None, got {got}")
+    return _check_positive(function, softcap, "softcap", "a float or None", logits)
+
+
+def _check_positive(function: str, value: Any, name: str, wanted: str, logits: Logits) -> float:
+    """Checks a positive normal number in the dtype of the math."""
+    if not _is_real(value):
+        got = type(value).__name__
+        raise TypeError(f"{function}: expected {name} to be {wanted}, got {got}")
     limits = torch.finfo(math_dtype(logits))  # A number below tiny may count as 0 in the math.
-    if not limits.tiny <= softcap <= limits.max:
+    if not limits.tiny <= value <= limits.max:
         raise ValueError(
-            f"{function}: expected 0 < softcap < inf, a normal number in {limits.dtype}, "
-            f"got {softcap}"
+            f"{function}: expected 0 < {name} < inf, a normal number in {limits.dtype}, got {value}"
         )
-    return float(softcap)
+    return float(value)
 
 
 def check_seed(function: str, seed: int | Tensor, logits: Logits) -> Tensor:
     """Checks a seed. Returns it as an int64 tensor ``[]``."""
     if not isinstance(seed, Tensor):
-        number = _check_int(function, seed, "seed", "an int or a Tensor")
-        if isinstance(number, int) and not -(2**63) <= number < 2**63:
-            raise ValueError(f"{function}: expected seed to fit in 64 bits, got {number}")
+        number = _check_int64(function, seed, "seed", "an int or a Tensor")
         scalar = torch.full((), number, dtype=torch.int64, device=logits.device)
-        return _replicated(scalar, logits) if is_dtensor(logits) else scalar
+        return replicated(scalar, logits) if is_dtensor(logits) else scalar
     _check_tensor(function, seed, "seed")
     if seed.dtype != torch.int64:
         raise TypeError(f"{function}: expected seed of dtype int64, got {seed.dtype}")
     if seed.dim() != 0:
         raise ValueError(f"{function}: expected seed of shape [], got {list(seed.shape)}")
     return check_row_values(function, seed, logits, "seed", one_for_all=True)
-
-
-def row_numbers(logits: Logits) -> Tensor:
-    """The position of each row among all rows, ``[*]``, replicated if the logits are on a mesh."""
-    lead = logits.shape[:-1]
-    numbers = torch.arange(math.prod(lead), device=logits.device).view(lead)
-    return _replicated(numbers, logits) if is_dtensor(logits) else numbers
 
 
 def check_row_values(
@@ -494,7 +483,7 @@ def check_row_values(
             )
         return values
     if not isinstance(values, DTensor):
-        return _replicated(values, logits)
+        return replicated(values, logits)
     if values.device_mesh != logits.device_mesh:
         raise ValueError(
             f"{function}: expected {name} on the mesh of the logits, {logits.device_mesh}, "
@@ -521,11 +510,6 @@ def _placed_by_row(logits: Logits, values: Tensor) -> Tensor:
     return values if values.placements == placements else values.redistribute(placements=placements)
 
 
-def _replicated(values: Tensor, logits: OnMesh) -> DTensor:
-    mesh = logits.device_mesh
-    return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def _check_tensor(function: str, value: Any, name: str) -> None:
     if not isinstance(value, Tensor):
         got = type(value).__name__
@@ -535,11 +519,18 @@ def _check_tensor(function: str, value: Any, name: str) -> None:
         raise TypeError(f"{function}: expected {name} to be a dense tensor, got {got}")
 
 
-def _check_int(function: str, value: Any, name: str, wanted: str = "an int") -> Any:
+def check_int(function: str, value: Any, name: str, wanted: str = "an int") -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         got = type(value).__name__
         raise TypeError(f"{function}: expected {name} to be {wanted}, got {got}")
     return value if isinstance(value, (int, torch.SymInt)) else int(value)
+
+
+def _check_int64(function: str, value: Any, name: str, wanted: str) -> Any:
+    value = check_int(function, value, name, wanted)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{function}: expected {name} to fit in 64 bits, got {value}")
+    return value
 
 
 def _is_real(value: Any) -> bool:

@@ -31,6 +31,7 @@ has placed otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,6 +55,8 @@ __all__ = [
     "num_shards",
     "place_vocabulary",
     "placements_of",
+    "replicated",
+    "row_numbers",
     "shards_vocab",
 ]
 
@@ -126,6 +129,19 @@ def local_tensor(x: Tensor) -> Tensor:
         return x
     with torch.no_grad():
         return x.to_local()
+
+
+def replicated(values: Tensor, logits: OnMesh) -> DTensor:
+    """The same values on every rank of the logits' mesh, as a DTensor."""
+    mesh = logits.device_mesh
+    return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def row_numbers(logits: Logits) -> Tensor:
+    """The position of each row among all rows, ``[*]``, replicated if the logits are on a mesh."""
+    lead = logits.shape[:-1]
+    numbers = torch.arange(math.prod(lead), device=logits.device).view(lead)
+    return replicated(numbers, logits) if is_dtensor(logits) else numbers
 
 
 # ---- the collectives

@@ -179,6 +179,8 @@ class LogitsGradient:
         self.needed = any(needs)
         self.results = empty_gradients((logits.x, logits.weight, logits.bias), needs)
         x, weight, bias = self.results
+        self._x = self._weight = self._bias = None
+        self._entries: tuple[Tensor, Tensor] | None = None
         if not logits.is_linear:
             self._gradient = x.view(logits.rows, logits.columns) if self.needed else x
             return
@@ -187,7 +189,6 @@ class LogitsGradient:
         sum_of_weight = blocks.several and not blocks.by_columns
         of_x, of_weight, of_bias = needs
         self._ones = x.new_empty(1, 0)
-        self._entries: tuple[Tensor, Tensor] | None = None
         self._x = _Products(x.view(logits.hidden.shape), sum_of_x, written) if of_x else None
         self._weight = _Products(weight, sum_of_weight, written) if of_weight else None
         self._bias = _Products(bias.unsqueeze(0), sum_of_weight, written) if of_bias else None
@@ -195,7 +196,7 @@ class LogitsGradient:
     @property
     def rounds_terms_of_x(self) -> bool:
         """Whether each block's term of the gradient of ``x`` is rounded before it is added."""
-        return self._logits.is_linear and self._x is not None and self._x.rounds_terms
+        return self._x is not None and self._x.rounds_terms
 
     def add(self, at: Block, gradient: Tensor) -> None:
         """Adds what follows from the gradient ``[rows, columns]`` of a block."""
@@ -215,9 +216,8 @@ class LogitsGradient:
 
     def add_to_x(self, at: Block, gradient: Tensor, exact: bool = True) -> None:
         """With ``exact=False`` a term that is rounded stays so."""
-        if self._x is not None:
-            weight = self._logits.weight
-            assert weight is not None
+        weight = self._logits.weight
+        if self._x is not None and weight is not None:
             self._x.add((at.rows, ALL), gradient, weight[at.columns], exact)
 
     def add_entry_to_x(self, at: Block, column: Tensor, entry: Tensor, given: Tensor) -> None:
@@ -234,11 +234,9 @@ class LogitsGradient:
 
     def finish(self) -> tuple[Tensor, ...]:
         """The gradients by the three arguments of :class:`LocalLogits`."""
-        if not self._logits.is_linear:
-            return self.results
-        if self._entries is not None:
-            assert self._x is not None and self._logits.weight is not None
-            self._x.add_rows(*self._entries, self._logits.weight)
+        weight = self._logits.weight
+        if self._x is not None and weight is not None and self._entries is not None:
+            self._x.add_rows(*self._entries, weight)
         for products in (self._x, self._weight, self._bias):
             if products is not None:
                 products.finish()

@@ -54,9 +54,10 @@ class LinearLogits(NamedTuple):
 
     Memory: beside operands, gradients and results, an op holds blocks of at most 32 MiB of logits
     altogether and, backward, one accumulator of ``[rows, H]``, or of ``[V_local, H]`` if there are
-    more rows than columns, in fp32 (fp64 for fp64). On CPUs, sums of 16-bit products take a buffer
-    of 1024 rows more. An operand that needs no gradient costs neither time nor memory. Operands
-    that autocast casts are copied, and so is a ``hidden`` that has no view as ``[rows, H]``.
+    more rows than columns, in fp32 (fp64 for fp64). On CPUs, sums of 16-bit products take buffers
+    for parts of the operands and of the sum. An operand that needs no gradient costs neither time
+    nor memory. Operands that autocast casts are copied, and so is a ``hidden`` that has no view as
+    ``[rows, H]``.
 
     Rows: as for logits, except that gradients of operands are matrix products, in which 0 times NaN
     is NaN. ``hidden`` and ``weight`` must therefore be finite in ignored rows and in padding too.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_vocab.checks import check_int
 
 __all__ = ["logits_from_local"]
 
@@ -44,12 +44,10 @@ def logits_from_local(local: Tensor, mesh: DeviceMesh, columns: int) -> DTensor:
         raise TypeError(f"{name}: expected mesh to be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f'{name}: expected a 1-D mesh, such as mesh["tp"], got {mesh}')
-    if isinstance(columns, bool) or not isinstance(columns, (int, torch.SymInt, numbers.Integral)):
-        got = type(columns).__name__
-        raise TypeError(f"{name}: expected columns to be an int, got {got}")
+    columns = check_int(name, columns, "columns")
     if columns <= 0:
         raise ValueError(f"{name}: expected columns > 0, got {columns}")
-    shape = torch.Size((*local.shape[:-1], int(columns)))
+    shape = torch.Size((*local.shape[:-1], columns))
     stride = torch.empty(shape, device="meta").stride()
     placements = [Shard(local.dim() - 1)]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -41,6 +41,7 @@ from tests.oracle import assert_values
 from tests.rank_zero import lone_rank, place_part
 from tests.ranks import World, distribute, from_parts, on_mesh
 from tests.step import compiled
+from tests.test_operators import Calls
 
 eager = pytest.mark.usefixtures("eager_kernels")
 
@@ -733,6 +734,20 @@ def test_second_backward_names_the_op() -> None:
     (gradient,) = torch.autograd.grad(out.sum(), weight, create_graph=True)
     with pytest.raises(RuntimeError, match="logprobs: expected to be differentiated once"):
         gradient.sum().backward()
+
+
+@eager
+def test_gradient_operator_needs_a_weight() -> None:
+    """It would overwrite the caller's logits."""
+    calls = Calls()
+    inputs = draw(OP["logprobs"].linear())
+    inputs["logits.weight"].requires_grad_()
+    with calls:
+        OP["logprobs"].linear()(*inputs.values())[0].sum().backward()
+    (args,) = (args for name, args in calls.seen if name == "logprobs_backward_linear")
+    grad, saved, hidden, _, _, *others = args
+    with pytest.raises(ValueError, match=r"^logprobs_backward_linear: expected a weight, got None"):
+        torch.ops.dtensor_vocab.logprobs_backward_linear(grad, saved, hidden, None, None, *others)
 
 
 @eager

@@ -76,7 +76,7 @@ def test_nan_stays_nan_and_inf_is_capped(op: Op) -> None:
 @eager
 @pytest.mark.parametrize("op", PATHS, ids=str)
 def test_shard_of_padding_has_no_mass(op: Op) -> None:
-    """Its maximum stays -inf, although the cap of -inf is finite."""
+    """Padding stays -inf, although the cap of -inf is finite."""
     inputs = draw(op)
     for name in op.logits:
         inputs[name][:3] = -1e6

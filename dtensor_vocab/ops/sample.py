@@ -24,11 +24,16 @@ from dtensor_vocab.checks import (
     check_softcap,
     check_temperature,
     placed_by_row,
-    row_numbers,
 )
 from dtensor_vocab.faults import assert_no_faults, coverage, passed_checks
 from dtensor_vocab.kernel import kernel, merge_kernel
-from dtensor_vocab.layout import Sizes, first_column, gather_and_merge, num_shards
+from dtensor_vocab.layout import (
+    Sizes,
+    first_column,
+    gather_and_merge,
+    num_shards,
+    row_numbers,
+)
 from dtensor_vocab.linear_logits import Logits
 from dtensor_vocab.noise import gumbel, row_states
 from dtensor_vocab.numerics import (
